@@ -1,0 +1,170 @@
+"""Noise schedules and masking: `d2f_hf.noising`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2f_hf.noising import mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
+
+# B batch, L sequence, N blocks
+
+GOLDEN_TRAINING = Path(__file__).parent / "golden" / "training.json"
+GOLDEN_SCHEDULES = json.loads(GOLDEN_TRAINING.read_text())["noise_schedule"]["stats"]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- rising mask ratios ----
+
+
+@pytest.mark.parametrize("golden", GOLDEN_SCHEDULES, ids=lambda golden: f"{golden['num_blocks']}-blocks")
+def test_rising_mask_ratios_equal_the_reference_schedule(golden):
+    """Same seed, same draws in the same order: the statistics agree to the six digits that were stored."""
+    torch.manual_seed(golden["seed"])
+    ratios = rising_mask_ratios(torch.full((golden["samples"],), golden["num_blocks"]))
+    found = {"min": ratios.amin(0), "mean": ratios.mean(0), "max": ratios.amax(0), "std": ratios.std(0)}
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.tensor(golden[name]), atol=2e-6, rtol=0, msg=name)
+
+
+def test_rising_mask_ratios_never_fall_and_stay_in_range():
+    ratios = rising_mask_ratios(torch.full((500,), 7), low=0.3, high=0.7, generator=generator())
+    assert (ratios.diff(dim=1) >= 0).all()
+    assert ratios.min() >= 0.3
+    assert ratios.max() <= 0.7
+
+
+def test_the_slope_of_a_row_follows_its_own_number_of_blocks():
+    """With the slope of the longest row, the last block of a two-block row would hardly be noisier than its first."""
+    num_blocks = torch.full((4000,), 2)
+    num_blocks[0] = 16
+    ratios = rising_mask_ratios(num_blocks, generator=generator())[1:]
+    assert ratios[:, 0].mean() == pytest.approx(0.45, abs=0.01)
+    assert ratios[:, 1].mean() == pytest.approx(0.575, abs=0.01)
+
+
+def test_ratios_behind_the_last_block_of_a_row_are_zero():
+    ratios = rising_mask_ratios(torch.tensor([1, 3]), generator=generator())
+    assert (ratios > 0).tolist() == [[True, False, False], [True, True, True]]
+
+
+def test_equal_bounds_give_every_block_the_same_ratio():
+    ratios = rising_mask_ratios(torch.tensor([3, 3]), low=0.5, high=0.5, generator=generator())
+    assert ratios.tolist() == [[0.5] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "num_blocks", [torch.tensor([2, 0]), torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([])]
+)
+def test_rising_mask_ratios_reject_anything_but_a_vector_of_positive_counts(num_blocks):
+    with pytest.raises(ValueError, match="`num_blocks` must be"):
+        rising_mask_ratios(num_blocks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.5), (0.6, 0.5), (0.5, 1.1), (float("nan"), 0.5)])
+def test_rising_mask_ratios_reject_bounds_outside_zero_to_one_or_out_of_order(low, high):
+    with pytest.raises(ValueError, match="`low` and `high` must"):
+        rising_mask_ratios(torch.tensor([2]), low=low, high=high)
+
+
+# ---- one ratio per row ----
+
+
+def test_stratified_ratios_cover_the_unit_interval_evenly():
+    ratios = random_mask_ratio(16, generator=generator()).sort().values
+    torch.testing.assert_close(ratios.diff(), torch.full((15,), 1 / 16))
+    assert 0 < ratios[0] <= 1 / 16
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_the_ratio_of_every_row_is_uniform(stratified):
+    draws = generator()
+    ratios = torch.stack([random_mask_ratio(4, stratified=stratified, generator=draws) for _ in range(4000)])  # [., B]
+    for row in ratios.T:
+        histogram = torch.histc(row, bins=4, min=0, max=1) / len(row)
+        torch.testing.assert_close(histogram, torch.full((4,), 0.25), atol=0.03, rtol=0)
+    assert ratios.min() > 0
+    assert ratios.max() <= 1
+
+
+def test_random_mask_ratio_rejects_an_empty_batch():
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1, got 0"):
+        random_mask_ratio(0)
+
+
+# ---- ratios of tokens ----
+
+
+def test_token_mask_ratios_spread_block_ratios_from_the_end_of_each_prompt():
+    ratios = token_mask_ratios(torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), torch.tensor([1, 4]), 7, 2)
+    expected = [[0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3], [0, 0, 0, 0, 0.4, 0.4, 0.5]]
+    torch.testing.assert_close(ratios, torch.tensor(expected))
+
+
+def test_positions_behind_the_last_block_have_ratio_zero():
+    ratios = token_mask_ratios(torch.tensor([[0.5]]), torch.tensor([1]), 5, 2)
+    assert ratios.tolist() == [[0, 0.5, 0.5, 0, 0]]
+
+
+def test_one_wide_block_gives_the_whole_response_one_ratio():
+    ratios = token_mask_ratios(torch.tensor([0.25, 0.75])[:, None], torch.tensor([1, 2]), 4, block_size=4)
+    assert ratios.tolist() == [[0, 0.25, 0.25, 0.25], [0, 0, 0.75, 0.75]]
+
+
+def test_token_mask_ratios_reject_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="`mask_ratios` must have shape"):
+        token_mask_ratios(torch.tensor([0.5]), torch.tensor([1]), 4, 2)
+    with pytest.raises(ValueError, match="`prompt_lengths` must have one entry per row"):
+        token_mask_ratios(torch.tensor([[0.5]]), torch.tensor([1, 2]), 4, 2)
+    with pytest.raises(ValueError, match="`block_size` must be at least 1"):
+        token_mask_ratios(torch.tensor([[0.5]]), torch.tensor([1]), 4, 0)
+
+
+# ---- masking ----
+
+MASK = 99
+
+
+def test_only_maskable_tokens_are_masked():
+    input_ids = torch.arange(8).reshape(2, 4)
+    maskable = torch.tensor([[False, True, True, False], [False, False, True, True]])
+    noisy_ids, is_masked = mask_tokens(input_ids, maskable, torch.ones(2, 4), MASK)
+    assert noisy_ids.tolist() == [[0, MASK, MASK, 3], [4, 5, MASK, MASK]]
+    assert torch.equal(is_masked, maskable)
+    assert input_ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # left as it was
+
+
+def test_tokens_are_masked_with_their_own_probability():
+    ratios = torch.tensor([[0.0, 0.2, 0.7, 1.0]]).expand(5000, 4)
+    noisy_ids, is_masked = mask_tokens(
+        torch.zeros(5000, 4, dtype=torch.long), torch.ones(5000, 4, dtype=torch.bool), ratios, MASK, generator()
+    )
+    assert torch.equal(noisy_ids == MASK, is_masked)
+    torch.testing.assert_close(is_masked.float().mean(0), ratios[0], atol=0.02, rtol=0)
+    assert not is_masked[:, 0].any()
+    assert is_masked[:, 3].all()
+
+
+def test_a_generator_repeats_the_noise():
+    input_ids, ratios = torch.zeros(3, 50, dtype=torch.long), torch.full((3, 50), 0.5)
+    first, second, other = (
+        mask_tokens(input_ids, input_ids == 0, ratios, MASK, generator(seed))[1] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_mask_tokens_rejects_inputs_that_do_not_fit():
+    ids, maskable, ratios = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 3)
+    with pytest.raises(ValueError, match="`input_ids` must have shape"):
+        mask_tokens(ids[0], maskable, ratios, MASK)
+    with pytest.raises(ValueError, match="`maskable` must be a bool tensor"):
+        mask_tokens(ids, maskable.long(), ratios, MASK)
+    with pytest.raises(ValueError, match="`token_mask_ratios` must have the shape"):
+        mask_tokens(ids, maskable, ratios[:, :2], MASK)
+    with pytest.raises(ValueError, match="`token_mask_ratios` must lie in"):
+        mask_tokens(ids, maskable, 50 * ratios, MASK)
