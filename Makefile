@@ -1,0 +1,66 @@
+# `make demo` and `make test` need nothing but Python, and on the first call install what they use into .venv.
+
+PYTHON ?= python3
+BIN ?= .venv/bin
+PYTEST_ARGS ?=
+
+PYTHON_FOLDERS := src modeling examples tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-floor style quality bench reference-model build clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
+
+install: .venv/.installed ## create .venv with the package (editable), [train] and [dev]
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[train,dev]"
+	touch $@
+
+.venv-floor/.installed: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --constraint constraints-floor.txt --editable ".[train,dev]"
+	touch $@
+
+# The question reaches the script through the environment, and $(value) keeps make from expanding it: "$5", quotes and
+# backticks arrive as they were typed.
+unexport QUESTION
+demo: export D2F_QUESTION = $(value QUESTION)
+demo: .venv/.installed ## answer word problems with D2F and its rivals; QUESTION="..." asks your own
+	@if [ -n "$$D2F_QUESTION" ]; then \
+	    exec $(BIN)/python examples/reference_model/demo.py --question="$$D2F_QUESTION"; \
+	else \
+	    exec $(BIN)/python examples/reference_model/demo.py; \
+	fi
+
+test: export HF_HUB_OFFLINE = 1
+test: .venv/.installed ## run the tests that are not marked nightly
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-floor: export HF_HUB_OFFLINE = 1
+test-floor: .venv-floor/.installed ## the same tests on the oldest supported versions, in .venv-floor
+	.venv-floor/bin/python -m pytest $(PYTEST_ARGS)
+
+style: .venv/.installed ## fix and format the code
+	$(BIN)/ruff check --fix $(PYTHON_FOLDERS)
+	$(BIN)/ruff format $(PYTHON_FOLDERS)
+
+quality: .venv/.installed ## lint, format check, types
+	$(BIN)/ruff check $(PYTHON_FOLDERS)
+	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: .venv/.installed ## measure the reference model: scores, tokens per forward, speed
+	$(BIN)/python examples/reference_model/bench.py
+
+reference-model: .venv/.installed ## train the reference model; resumes where it stopped
+	$(BIN)/python examples/reference_model/train.py
+
+build: .venv/.installed ## sdist and wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
+clean: ## remove build output (not .venv)
+	rm -rf build dist src/d2f_hf.egg-info .pytest_cache .ruff_cache
