@@ -17,6 +17,8 @@ install: .venv/.installed ## create .venv with the package (editable), [train] a
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[train,dev]"
+	@# pyright cannot follow package-dir, so it gets d2f_hf.modeling as a link (stubPath in pyproject.toml).
+	mkdir -p .venv/typings/d2f_hf && ln -sfn ../../../modeling .venv/typings/d2f_hf/modeling
 	touch $@
 
 .venv-floor/.installed: pyproject.toml constraints-floor.txt
@@ -63,4 +65,4 @@ build: .venv/.installed ## sdist and wheel into dist/
 	$(BIN)/python -m build --no-isolation
 
 clean: ## remove build output (not .venv)
-	rm -rf build dist src/d2f_hf.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist d2f_hf.egg-info .pytest_cache .ruff_cache
