@@ -1,0 +1,201 @@
+"""Algorithm 2 of arXiv 2508.09192, pipelined parallel decoding, written literally: the oracle of the fast loop.
+
+One row, block objects, Python lists, no cache: each forward recomputes the whole sequence. The keys and values of a
+cache are exact (a finished block never sees a later one), so `committed` here only says what a cache would hold.
+
+Departures from the reference code, all on purpose: `max_new_tokens` is exact, so the last block may be short; the mask
+token is never sampled; the row ends once everything up to its first EOS is decoded, and blocks behind that EOS are
+dropped as soon as it is decoded; an empty prompt is an error.
+"""
+
+# L sequence, V vocabulary
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Block:
+    """Positions `start` to `end` of the sequence. The prompt is block 0."""
+
+    start: int
+    end: int
+    state: str = "active"  # "active" -> "finished" (decoded, not in the cache yet) -> "committed" (in the cache)
+    fully_activated: bool = False  # until then it is semi-activated: only tokens above the confidence threshold
+
+
+@dataclass
+class ReferenceResult:
+    """The decoded row: `tokens` up to and including the first EOS, and one trace entry per forward.
+
+    A trace entry is a dict of `window_start`, `window_length`, `committed_length` (positions that are in the cache
+    before this forward) and `accepted`, a list of (absolute position, token) in ascending order.
+    """
+
+    tokens: list[int]
+    num_forward_passes: int
+    trace: list[dict]
+
+
+def reference_decode(
+    logits_fn: Callable[[list[int], int, int], torch.Tensor],
+    prompt_ids: Sequence[int],
+    *,
+    block_size: int,
+    block_add_threshold: float,
+    block_activation_threshold: float,
+    confidence_threshold: float,
+    token_ranking: str = "probability",
+    max_new_tokens: int,
+    mask_token_id: int,
+    eos_token_ids: int | Sequence[int],
+    right_shift_logits: bool = False,
+) -> ReferenceResult:
+    r"""
+    Decodes one row, greedily.
+
+    Outline:
+        1. Add a block of masks if the last block is decoded far enough.
+        2. Fully activate each block whose predecessor is decoded far enough.
+        3. Take the window: everything that is not in the cache.
+        4. Forward. Finished blocks are now in the cache.
+        5. Accept tokens in every active block, all from the same logits.
+        6. Drop the blocks behind the first EOS.
+        7. Finish blocks that are decoded, in order.
+        8. Stop if everything up to the first EOS, or to the end, is decoded.
+
+    Args:
+        logits_fn (`Callable`):
+            `logits_fn(ids, prompt_length, block_size)` gives the logits `[L, V]` of the whole sequence under the
+            block-causal mask.
+        prompt_ids (`Sequence[int]`):
+            The prompt, not empty, without mask tokens.
+        block_size (`int`):
+            Tokens per response block.
+        block_add_threshold (`float`):
+            tau_add in [0, 1]: decoded ratio of the last block from which on a new one is added.
+        block_activation_threshold (`float`):
+            tau_act in [0, 1]: decoded ratio of the predecessor from which on a block is fully activated.
+        confidence_threshold (`float`):
+            tau_conf: tokens with a probability above it are accepted.
+        token_ranking (`str`):
+            `"probability"`, `"neg_entropy"` or `"margin"`: which token a fully activated block accepts if none is
+            above the threshold.
+        max_new_tokens (`int`):
+            Number of response positions.
+        mask_token_id (`int`):
+            Id of a masked token.
+        eos_token_ids (`int` or `Sequence[int]`):
+            Ids that end the response.
+        right_shift_logits (`bool`):
+            Whether the logits at position i predict token i + 1 (Dream) rather than token i (LLaDA).
+
+    Returns:
+        [`ReferenceResult`]
+
+    Raises:
+        ValueError: If the prompt is empty or holds a mask token, or a number is out of its range.
+    """
+    eos_token_ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+    prompt_length = len(prompt_ids)
+    if prompt_length == 0 or mask_token_id in prompt_ids:
+        raise ValueError("`prompt_ids` must hold at least one token and no mask token.")
+    if block_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"`block_size` and `max_new_tokens` must be >= 1, got {block_size} and {max_new_tokens}.")
+    if not (0 <= block_add_threshold <= 1 and 0 <= block_activation_threshold <= 1):
+        raise ValueError("`block_add_threshold` and `block_activation_threshold` must be in [0, 1].")
+
+    ids = list(prompt_ids)
+    end_of_response = prompt_length + max_new_tokens
+    # The prompt is block 0 and final from the start, so the first forward prefills it.
+    blocks = [Block(0, prompt_length, state="finished", fully_activated=True)]
+    first_eos: int | None = None
+    trace: list[dict] = []
+
+    def decoded_ratio(block: Block) -> float:
+        masks_left = ids[block.start : block.end].count(mask_token_id)
+        size = block.end - block.start
+        return (size - masks_left) / size
+
+    while True:
+        # 1. Add at most one block, and none once an EOS is decoded.
+        last = blocks[-1]
+        if first_eos is None and last.end < end_of_response and decoded_ratio(last) >= block_add_threshold:
+            new = Block(last.end, min(last.end + block_size, end_of_response))
+            blocks.append(new)
+            ids += [mask_token_id] * (new.end - new.start)
+
+        # 2. Fully activate. The predecessor need not be fully activated itself.
+        for predecessor, block in zip(blocks, blocks[1:], strict=False):
+            if decoded_ratio(predecessor) >= block_activation_threshold:
+                block.fully_activated = True
+
+        # 3. The window: finished blocks, read once more to be committed, then active ones.
+        committed_length = sum(block.end - block.start for block in blocks if block.state == "committed")
+        step = {
+            "window_start": committed_length,
+            "window_length": len(ids) - committed_length,
+            "committed_length": committed_length,
+            "accepted": [],
+        }
+
+        # 4. Forward.
+        logits = logits_fn(ids, prompt_length, block_size).float().clone()  # [L, V]
+        logits[:, mask_token_id] = float("-inf")
+        for block in blocks:
+            if block.state == "finished":
+                block.state = "committed"
+
+        # 5. Accept.
+        for block in blocks:
+            masked = [position for position in range(block.start, block.end) if ids[position] == mask_token_id]
+            if block.state != "active" or not masked:
+                continue
+            tokens, probabilities, confidences = [], [], []
+            for position in masked:
+                row = position - 1 if right_shift_logits else position
+                p = logits[row].softmax(-1)  # [V]
+                tokens.append(int(p.argmax()))
+                probabilities.append(float(p.max()))
+                confidences.append(_confidence(p, token_ranking))
+            chosen = [i for i in range(len(masked)) if probabilities[i] > confidence_threshold]
+            if not chosen and block.fully_activated:
+                chosen = [confidences.index(max(confidences))]
+            for i in chosen:
+                ids[masked[i]] = tokens[i]
+                step["accepted"].append((masked[i], tokens[i]))
+        trace.append(step)
+
+        # 6. Drop the blocks behind the one that holds the first EOS.
+        eos_positions = [position for position in range(prompt_length, len(ids)) if ids[position] in eos_token_ids]
+        if eos_positions:
+            first_eos = eos_positions[0]
+            blocks = [block for block in blocks if block.start <= first_eos]
+            ids = ids[: blocks[-1].end]
+
+        # 7. Finish decoded blocks. One behind an unfinished block stays active and waits for it.
+        for block in blocks:
+            if block.state == "active":
+                if decoded_ratio(block) < 1:
+                    break
+                block.state = "finished"
+
+        # 8. Stop.
+        end = end_of_response if first_eos is None else first_eos + 1
+        response = ids[prompt_length:end]
+        if len(response) == end - prompt_length and mask_token_id not in response:
+            return ReferenceResult(response, len(trace), trace)
+
+
+def _confidence(p: torch.Tensor, token_ranking: str) -> float:
+    """How sure the distribution `p` [V] is, higher for surer."""
+    if token_ranking == "probability":
+        return float(p.max())
+    if token_ranking == "neg_entropy":
+        return float((p * (p + 1e-10).log()).sum())
+    if token_ranking == "margin":
+        first, second = p.topk(2).values
+        return float(first - second)
+    raise ValueError(f"`token_ranking` must be 'probability', 'neg_entropy' or 'margin', got {token_ranking!r}.")
