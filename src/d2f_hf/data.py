@@ -110,9 +110,9 @@ def _render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: PreTraine
             "Set `tokenizer.chat_template`, or give `prompt` and `completion`."
         )
     # Without return_dict the result type depends on the version of transformers.
-    options = {"tokenize": False, "return_dict": False}
-    prompt = tokenizer.apply_chat_template(list(messages[:-1]), add_generation_prompt=True, **options)
-    chat = tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, **options)
+    options: Any = {"tokenize": False, "return_dict": False}
+    prompt = str(tokenizer.apply_chat_template(list(messages[:-1]), add_generation_prompt=True, **options))
+    chat = str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, **options))
     # Prompt and response are tokenized apart, so that the prompt has the tokens that it has at inference.
     if not chat.startswith(prompt):
         raise ValueError(
@@ -124,7 +124,7 @@ def _render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: PreTraine
 
 
 def _end_with_eos(response_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    eos_token_id = tokenizer.eos_token_id
+    eos_token_id: Any = tokenizer.eos_token_id  # declared wider than the `int | None` that it is
     if eos_token_id is None:
         raise ValueError(
             "`tokenizer` must have an EOS token, which ends the response; this one has none. "
