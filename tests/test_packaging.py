@@ -70,6 +70,7 @@ def test_packages_lists_every_folder_with_code():
     folders = {path.parent for top in ("src", "modeling") for path in (ROOT / top).rglob("*.py")}
     assert setuptools_options["packages"] == list(setuptools_options["package-dir"])
     assert {ROOT / folder for folder in setuptools_options["package-dir"].values()} == folders
+    assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -119,10 +120,10 @@ def test_every_module_imports_from_the_wheel_alone(wheel, tmp_path):
         "installed = pathlib.Path(sys.argv[1]).resolve()\n"
         "for name in sys.argv[2:]:\n"
         "    module = importlib.import_module(name)\n"
-        "    assert pathlib.Path(module.__file__).resolve().is_relative_to(installed), module.__file__\n"
+        "    assert pathlib.Path(str(module.__file__)).resolve().is_relative_to(installed), module\n"
         "for name, module in sys.modules.items():\n"
         "    if name.split('.')[0] == 'd2f_hf':\n"
-        "        assert pathlib.Path(module.__file__).resolve().is_relative_to(installed), module.__file__\n"
+        "        assert pathlib.Path(str(module.__file__)).resolve().is_relative_to(installed), module\n"
         "print(len(sys.argv) - 2)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
