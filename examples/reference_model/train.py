@@ -1,0 +1,176 @@
+"""Makes the reference models: an autoregressive twin, a diffusion teacher that starts from it, and its D2F student.
+
+One resumable command; each stage is skipped when its weights are already there and resumes from its last checkpoint.
+
+    python examples/reference_model/train.py                 # everything that is missing
+    python examples/reference_model/train.py --stage twin    # one stage
+
+Data order, initial weights and noise follow from SEED; the log of each stage is in logs/<stage>.jsonl.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from word_problems import make_problem
+
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/reference_model")  # checkpoints; not committed
+SEED = 0
+SEQUENCE_LENGTHS = (128, 160, 192)  # a batch is padded to one of these, so that torch.compile sees few shapes
+BATCH_SIZE = 64
+GROUP = 32 * BATCH_SIZE
+TWIN_PROBLEMS = 288_000
+
+
+def load_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(HERE / "tokenizer")
+
+
+def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> Dataset:
+    """`count` tokenised training problems: `input_ids`, and `prompt_length` tokens of them are the prompt.
+
+    Batches hold problems of similar length, in random order: they are cut from shuffled runs of `GROUP` problems that
+    are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made.
+    """
+    return Dataset.from_generator(
+        _generate_in_batches,
+        gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed},
+        cache_dir=str(RUNS / "data"),
+        fingerprint=f"problems-{count}-{seed}",
+    )
+
+
+def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: int):
+    rng = random.Random(seed)
+    answer_starts = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    for start in range(0, count, GROUP):
+        problems = [make_problem("train", seed, index) for index in range(start, min(start + GROUP, count))]
+        texts = tokenizer.apply_chat_template([problem.messages for problem in problems], tokenize=False)
+        rows = sorted(tokenizer(texts, add_special_tokens=False)["input_ids"], key=len)
+        batches = [rows[first : first + BATCH_SIZE] for first in range(0, len(rows), BATCH_SIZE)]
+        rng.shuffle(batches)
+        for input_ids in itertools.chain.from_iterable(batches):
+            yield {"input_ids": input_ids, "prompt_length": input_ids.index(answer_starts) + 1}
+
+
+def padded_length(longest: int) -> int:
+    return next(length for length in SEQUENCE_LENGTHS if length >= longest)
+
+
+def collate_for_twin(examples: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Right-padded `input_ids` [B, L] and `labels` [B, L], -100 in prompt and padding."""
+    length = padded_length(max(len(example["input_ids"]) for example in examples))
+    input_ids = torch.full((len(examples), length), pad_token_id)
+    labels = torch.full((len(examples), length), -100)
+    for row, example in enumerate(examples):
+        ids = torch.tensor(example["input_ids"])
+        input_ids[row, : len(ids)] = ids
+        labels[row, example["prompt_length"] : len(ids)] = ids[example["prompt_length"] :]
+    return {"input_ids": input_ids, "labels": labels}
+
+
+class JsonLinesLog(TrainerCallback):
+    """Appends every log entry of the Trainer to logs/<stage>.jsonl."""
+
+    def __init__(self, stage: str):
+        self.path = HERE / "logs" / f"{stage}.jsonl"
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def common_arguments(stage: str) -> dict:
+    return {
+        "output_dir": str(RUNS / stage),
+        "per_device_train_batch_size": BATCH_SIZE,
+        "num_train_epochs": 1,
+        "train_sampling_strategy": "sequential",
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.05},
+        "adam_beta2": 0.98,
+        "weight_decay": 0.05,
+        "bf16": True,
+        "torch_compile": True,
+        "logging_steps": 50,
+        "save_steps": 500,
+        "save_total_limit": 1,
+        "seed": SEED,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+
+
+def run(trainer: Trainer, stage: str) -> None:
+    trainer.add_callback(JsonLinesLog(stage))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(RUNS / stage)) if (RUNS / stage).is_dir() else None)
+
+
+def train_twin() -> None:
+    """The autoregressive model: next-token prediction on the solutions."""
+    tokenizer = load_tokenizer()
+    set_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        max_position_embeddings=1024,
+        initializer_range=0.04,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # Eager attention: on a CPU its backward pass is several times as fast as that of scaled_dot_product_attention.
+    model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    args = TrainingArguments(**common_arguments("twin"), learning_rate=2e-3, warmup_steps=200)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=training_set(tokenizer, TWIN_PROBLEMS, seed=SEED),
+        data_collator=partial(collate_for_twin, pad_token_id=tokenizer.pad_token_id),
+    )
+    run(trainer, "twin")
+    model.to(torch.bfloat16).save_pretrained(HERE / "twin")
+    tokenizer.save_pretrained(HERE / "twin")
+
+
+STAGES = {"twin": train_twin}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stage", choices=STAGES, action="append", help="default: all of them, in order")
+    args = parser.parse_args()
+    for stage in args.stage or STAGES:
+        if (HERE / stage / "model.safetensors").exists() or (HERE / stage / "adapter_model.safetensors").exists():
+            print(f"{stage}: already made")
+        else:
+            STAGES[stage]()
+
+
+if __name__ == "__main__":
+    main()

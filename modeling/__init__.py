@@ -1,0 +1,22 @@
+"""The code that a published model carries, re-exported as `d2f_hf.modeling`. This file itself is not published."""
+
+from .block_causal import block_causal_mask, positions_without_padding, predicting_positions, visible_length
+from .cache_d2f import D2FCache
+from .configuration_d2f_llada import D2FLLaDAConfig
+from .generation_d2f import D2FGenerationConfig, D2FGenerationMixin, D2FGenerationOutput
+from .modeling_d2f_llada import D2FLLaDAForBlockDiffusion, D2FLLaDAModel
+
+
+__all__ = [
+    "D2FCache",
+    "D2FGenerationConfig",
+    "D2FGenerationMixin",
+    "D2FGenerationOutput",
+    "D2FLLaDAConfig",
+    "D2FLLaDAForBlockDiffusion",
+    "D2FLLaDAModel",
+    "block_causal_mask",
+    "positions_without_padding",
+    "predicting_positions",
+    "visible_length",
+]

@@ -1,0 +1,145 @@
+"""Configuration of the LLaDA architecture, with the keys of the original checkpoints."""
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+
+# Options of the original configuration that change the computation, with the only value that is implemented.
+# All released LLaDA checkpoints have these values.
+_FIXED_OPTIONS = {
+    "block_type": "llama",
+    "block_group_size": 1,
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "bias_for_layer_norm": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "rope": True,
+    "alibi": False,
+    "attention_layer_norm": False,
+    "input_emb_norm": False,
+    "scale_logits": False,
+    "embedding_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "multi_query_attention": False,
+}
+
+
+class D2FLLaDAConfig(PreTrainedConfig):
+    """Configuration of a [`D2FLLaDAForBlockDiffusion`]. Takes a `config.json` of an original LLaDA checkpoint as it is.
+
+    Args:
+        vocab_size (`int`): Rows of the embedding. The original `embedding_size`, where given, takes precedence.
+        d_model (`int`): Width of the hidden states (`hidden_size`).
+        n_heads (`int`): Attention heads (`num_attention_heads`).
+        n_layers (`int`): Layers (`num_hidden_layers`).
+        n_kv_heads (`int`, *optional*): Key/value heads; `n_heads` if not given (`num_key_value_heads`).
+        mlp_hidden_size (`int`, *optional*): Width of the feed-forward layers (`intermediate_size`); `mlp_ratio *
+            d_model` if not given.
+        mlp_ratio (`int`): See `mlp_hidden_size`.
+        max_sequence_length (`int`): Longest prompt and response together (`max_position_embeddings`).
+        rope_theta (`float`, *optional*): Base of the rotary embedding; kept in `rope_parameters`.
+        rms_norm_eps (`float`): Added to the variance in the norms.
+        attention_dropout (`float`): Dropout on the attention weights in training.
+        weight_tying (`bool`): The head is the embedding (`tie_word_embeddings`).
+        initializer_range (`float`): Standard deviation of new weights (the original `init_std`).
+        right_shift_logits (`bool`): Logits at position i predict token i + 1, as in Dream and in models that start from
+            an autoregressive one. LLaDA's predict token i.
+        block_size (`int`): Tokens per response block that the model was made for: what `generate` uses unless told
+            otherwise.
+        mask_token_id (`int`, *optional*): The token that stands for "not decoded yet".
+
+    Raises:
+        ValueError: for an option of the original configuration that is not implemented, such as `alibi`.
+    """
+
+    model_type = "d2f_llada"
+    keys_to_ignore_at_inference = ["cache"]
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "tie_word_embeddings": "weight_tying",
+        "embedding_size": "vocab_size",
+        "init_std": "initializer_range",
+    }
+    base_model_tp_plan = {
+        "transformer.blocks.*.q_proj": "colwise",
+        "transformer.blocks.*.k_proj": "colwise",
+        "transformer.blocks.*.v_proj": "colwise",
+        "transformer.blocks.*.attn_out": "rowwise",
+        "transformer.blocks.*.ff_proj": "colwise",
+        "transformer.blocks.*.up_proj": "colwise",
+        "transformer.blocks.*.ff_out": "rowwise",
+    }
+    base_model_fsdp_plan = {
+        "transformer.wte": "free_full_weight",
+        "transformer.blocks.*": "free_full_weight",
+        "transformer.ln_f": "keep_full_weight",
+    }
+
+    vocab_size: int = 126464
+    d_model: int = 4096
+    n_heads: int = 32
+    n_layers: int = 32
+    n_kv_heads: int | None = None
+    mlp_hidden_size: int | None = None
+    mlp_ratio: int = 4
+    max_sequence_length: int = 4096
+    rope_parameters: RopeParameters | dict | None = None
+    rms_norm_eps: float = 1e-5
+    attention_dropout: float | int = 0.0
+    weight_tying: bool = False
+    initializer_range: float = 0.02
+    right_shift_logits: bool = False
+    block_size: int = 32
+    mask_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    use_cache: bool = True
+    default_theta = 500000.0
+
+    def __post_init__(self, **kwargs):
+        for option, value in _FIXED_OPTIONS.items():
+            given = kwargs.pop(option, None)
+            if given is not None and given != value:
+                raise ValueError(
+                    f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FLLaDA implements the options "
+                    "of the released LLaDA checkpoints only; such a model needs the code it was trained with."
+                )
+        if kwargs.get("embedding_size") is None:
+            kwargs.pop("embedding_size", None)
+        if self.n_kv_heads is None:
+            self.n_kv_heads = self.n_heads
+        if self.mlp_hidden_size is None:
+            self.mlp_hidden_size = self.mlp_ratio * self.d_model
+        super().__post_init__(**kwargs)
+        # What the original configuration says about training or other code is of no use to this class.
+        for key in ("flash_attention", "init_fn", "init_cutoff_factor", "init_device", "precision", "alibi_bias_max"):
+            self.__dict__.pop(key, None)
+        for key in ("attention_layer_norm_with_affine", "rope_full_precision"):
+            self.__dict__.pop(key, None)
+
+    def validate_architecture(self):
+        """Part of the `@strict` validation of the base class."""
+        if self.d_model % self.n_heads != 0:
+            raise ValueError(f"`d_model` must be a multiple of `n_heads`, but they are {self.d_model} and {self.n_heads}.")
+        if self.n_heads % self.n_kv_heads != 0:
+            raise ValueError(
+                f"`n_heads` must be a multiple of `n_kv_heads`, but they are {self.n_heads} and {self.n_kv_heads}."
+            )
+        if self.block_size < 1:
+            raise ValueError(f"`block_size` must be at least 1, but it is {self.block_size}.")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` must be an id of the vocabulary (0 .. {self.vocab_size - 1}), but it is "
+                f"{self.mask_token_id}. Add the token to the tokenizer and resize the embeddings."
+            )
+
+
+D2FLLaDAConfig.register_for_auto_class()
