@@ -67,6 +67,7 @@ class D2FLLaDAConfig(PreTrainedConfig):
         "embedding_size": "vocab_size",
         "init_std": "initializer_range",
     }
+    attention_projections = ("q_proj", "k_proj", "v_proj", "attn_out")  # what LoRA adapters of the paper are on
     base_model_tp_plan = {
         "transformer.blocks.*.q_proj": "colwise",
         "transformer.blocks.*.k_proj": "colwise",

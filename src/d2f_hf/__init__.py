@@ -1,5 +1,8 @@
 """Discrete diffusion forcing (D2F) for Hugging Face transformers."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from d2f_hf.modeling import (
@@ -12,18 +15,42 @@ from d2f_hf.modeling import (
 )
 
 
+if TYPE_CHECKING:
+    from d2f_hf.data import D2FDataCollator, tokenize_example
+    from d2f_hf.trainer import D2FTrainer
+    from d2f_hf.training_args import D2FTrainingArguments
+
 __version__ = "0.1.0"
 
 AutoConfig.register("d2f_llada", D2FLLaDAConfig)
 AutoModel.register(D2FLLaDAConfig, D2FLLaDAForBlockDiffusion)
 AutoModelForCausalLM.register(D2FLLaDAConfig, D2FLLaDAForBlockDiffusion)
 
+# Imported when first used, because training needs the packages of the extra `d2f-hf[train]` and decoding does not.
+_TRAINING = {
+    "D2FDataCollator": "d2f_hf.data",
+    "D2FTrainer": "d2f_hf.trainer",
+    "D2FTrainingArguments": "d2f_hf.training_args",
+    "tokenize_example": "d2f_hf.data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TRAINING:
+        return getattr(importlib.import_module(_TRAINING[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "D2FCache",
+    "D2FDataCollator",
     "D2FGenerationConfig",
     "D2FGenerationOutput",
     "D2FLLaDAConfig",
     "D2FLLaDAForBlockDiffusion",
     "D2FLLaDAModel",
+    "D2FTrainer",
+    "D2FTrainingArguments",
     "__version__",
+    "tokenize_example",
 ]

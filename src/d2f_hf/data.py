@@ -7,12 +7,15 @@ whole blocks has to say what stands behind the end. What is left of a batch is p
 
 # B batch, L sequence, K block size
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from d2f_hf.noising import mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
 
 EOS_TAILS = ("batch", "block", "none")
 
@@ -238,3 +241,94 @@ class D2FDataCollator:
                 f"got {prompt_length} of {len(input_ids)} tokens. Leave the example out."
             )
         return input_ids, prompt_length
+
+
+@dataclass
+class D2FNoisingCollator:
+    r"""
+    A batch with noise: masks response tokens as the objective asks, and keeps what the loss needs to know about it.
+
+    The noise of a row follows from `seed`, `epoch` and the row's own tokens. So a resumed run goes on with the same noise
+    and a row is masked in the same way whatever process or batch it is in. (The exception: the ratios of
+    `"masked_diffusion"` are spread evenly over a batch, see [`~noising.random_mask_ratio`].)
+
+    Args:
+        collate (`D2FDataCollator`):
+            Makes the clean batch.
+        objective (`str`):
+            `"distillation"`: ratios that rise from block to block (Algorithm 1, lines 4-5). `"masked_diffusion"`: one ratio
+            for the whole response.
+        mask_token_id (`int`):
+            Id that stands for a masked token.
+        mask_ratio_low (`float`), mask_ratio_high (`float`):
+            Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
+            (low, high].
+        clean_prefix_probability (`float`, *optional*, defaults to 0.0):
+            Share of the rows whose response is left clean up to a uniformly drawn place: what a model sees that decodes
+            from left to right.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the noise.
+        epoch (`int`, *optional*, defaults to 0):
+            Set by the trainer, so that each epoch has other noise.
+    """
+
+    collate: D2FDataCollator
+    objective: str
+    mask_token_id: int
+    mask_ratio_low: float
+    mask_ratio_high: float
+    clean_prefix_probability: float = 0.0
+    seed: int = 0
+    epoch: int = 0
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        r"""
+        Collates and masks.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`, `prompt_lengths`
+            `[B]`, `is_masked` `[B, L]` bool, `mask_ratios` `[B, L]` (of each token), and `labels` `[B, L]`: the true tokens
+            that the loss is averaged over (distillation: the masked ones; masked diffusion: all that could have been
+            masked), -100 elsewhere.
+        """
+        batch = self.collate(features)
+        input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
+        sequence_length, block_size = input_ids.shape[1], self.collate.block_size
+        lengths = batch["attention_mask"].sum(-1)
+        position = torch.arange(sequence_length)
+        maskable = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(maskable)
+        ratios = torch.zeros(input_ids.shape)
+        generators = [self._generator(list(feature["input_ids"])) for feature in features]
+        if self.objective == "masked_diffusion":
+            spread = random_mask_ratio(len(input_ids), generator=generators[0])
+            row_ratios = self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * spread  # [B]
+        for b, generator in enumerate(generators):
+            if self.objective == "masked_diffusion":
+                ratios[b] = row_ratios[b]
+            else:
+                num_blocks = -(-(lengths[b] - prompt_lengths[b]) // block_size)
+                block_ratios = rising_mask_ratios(
+                    num_blocks[None], low=self.mask_ratio_low, high=self.mask_ratio_high, generator=generator
+                )
+                ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
+            starts_clean, where = torch.rand(2, generator=generator)
+            if starts_clean < self.clean_prefix_probability:
+                maskable[b] &= position >= prompt_lengths[b] + (where * (lengths[b] - prompt_lengths[b])).long()
+            row = slice(b, b + 1)
+            noisy_ids[row], is_masked[row] = mask_tokens(
+                input_ids[row], maskable[row], ratios[row], self.mask_token_id, generator
+            )
+        counted = is_masked if self.objective == "distillation" else maskable
+        return {
+            "input_ids": noisy_ids,
+            "attention_mask": batch["attention_mask"],
+            "prompt_lengths": prompt_lengths,
+            "is_masked": is_masked,
+            "mask_ratios": ratios,
+            "labels": input_ids.masked_fill(~counted, -100),
+        }
+
+    def _generator(self, tokens: list[int]) -> torch.Generator:
+        text = f"{self.seed} {self.epoch} {tokens}"
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)

@@ -1,0 +1,86 @@
+"""The arguments of `D2FTrainer`."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from d2f_hf.losses import DIVERGENCES, WEIGHTINGS
+
+
+OBJECTIVES = ("distillation", "masked_diffusion")
+# Released adapters were trained with 0.2 to 0.7 (the paper says 0.3 to 0.7); LLaDA's own objective uses all of (0, 1].
+DEFAULT_MASK_RATIOS = {"distillation": (0.2, 0.7), "masked_diffusion": (0.0, 1.0)}
+
+
+@dataclass
+class D2FTrainingArguments(TrainingArguments):
+    r"""
+    The arguments of [`D2FTrainer`]: those of `TrainingArguments`, and the following.
+
+    Args:
+        objective (`str`, *optional*, defaults to `"distillation"`):
+            `"distillation"`: the asymmetric distillation of D2F (Algorithm 1 of arXiv 2508.09192). `"masked_diffusion"`:
+            LLaDA's own objective (arXiv 2502.09992), which makes a bidirectional teacher.
+        block_size (`int`, *optional*):
+            Tokens per response block K; the model's `config.block_size` by default.
+        max_length (`int`, *optional*):
+            Longest prompt and response together, in tokens; responses are cut there. No limit by default.
+        mask_ratio_low (`float`, *optional*), mask_ratio_high (`float`, *optional*):
+            Bounds of the mask ratios: 0.2 and 0.7 by default for distillation, 0 and 1 for masked diffusion.
+        clean_prefix_probability (`float`, *optional*, defaults to 0.0):
+            Share of the rows whose response is left clean up to a uniformly drawn place.
+        divergence (`str`, *optional*, defaults to `"cross_entropy"`):
+            For distillation, see [`~losses.token_divergence`].
+        weighting (`str`, *optional*, defaults to `"inverse_mask_ratio"`):
+            For distillation, see [`~losses.distillation_loss`].
+        eos_tail (`str`, *optional*, defaults to `"batch"`):
+            How far EOS tokens follow a response, see [`D2FDataCollator`].
+
+    Raises:
+        ValueError: If a value is unknown or out of range.
+    """
+
+    objective: str = field(default="distillation", metadata={"help": "'distillation' or 'masked_diffusion'."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per response block."})
+    max_length: int | None = field(default=None, metadata={"help": "Longest prompt and response together, in tokens."})
+    mask_ratio_low: float | None = field(default=None, metadata={"help": "Lower bound of the mask ratios."})
+    mask_ratio_high: float | None = field(default=None, metadata={"help": "Upper bound of the mask ratios."})
+    clean_prefix_probability: float = field(
+        default=0.0, metadata={"help": "Share of the rows whose response is left clean up to a random place."}
+    )
+    divergence: str = field(default="cross_entropy", metadata={"help": f"One of {', '.join(DIVERGENCES)}."})
+    weighting: str = field(default="inverse_mask_ratio", metadata={"help": f"One of {', '.join(WEIGHTINGS)}."})
+    eos_tail: str = field(default="batch", metadata={"help": "'batch', 'block' or 'none'."})
+    # The dataset's columns are not arguments of the model's forward: the collator turns them into such.
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
+    label_names: list[str] | None = field(default_factory=lambda: ["labels"])
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {self.objective!r}.")
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {self.divergence!r}.")
+        if self.weighting not in WEIGHTINGS:
+            raise ValueError(f"`weighting` must be one of {WEIGHTINGS}, got {self.weighting!r}.")
+        if self.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns` must be False, got True: it would drop the columns that the collator needs. "
+                "Leave it out."
+            )
+        low, high = DEFAULT_MASK_RATIOS[self.objective]
+        self.mask_ratio_low = low if self.mask_ratio_low is None else self.mask_ratio_low
+        self.mask_ratio_high = high if self.mask_ratio_high is None else self.mask_ratio_high
+        if not 0.0 <= self.mask_ratio_low <= self.mask_ratio_high <= 1.0 or self.mask_ratio_high == 0.0:
+            raise ValueError(
+                "`mask_ratio_low` and `mask_ratio_high` must satisfy 0 <= low <= high <= 1 and high > 0, "
+                f"got {self.mask_ratio_low} and {self.mask_ratio_high}. They are shares of masked tokens."
+            )
+        if not 0.0 <= self.clean_prefix_probability <= 1.0:
+            raise ValueError(
+                f"`clean_prefix_probability` must be in [0, 1], got {self.clean_prefix_probability}. It is a share of rows."
+            )
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(
+                f"`block_size` must be at least 1, got {self.block_size}. Leave it out for the model's own."
+            )
