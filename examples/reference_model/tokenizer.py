@@ -1,6 +1,6 @@
 """Trains the reference model's tokenizer: a byte-pair tokenizer of 1,024 entries with one token for each number 0-199.
 
-    python examples/reference_model/tokenizer.py --output examples/reference_model/tokenizer
+python examples/reference_model/tokenizer.py --output examples/reference_model/tokenizer
 """
 
 import argparse
@@ -9,7 +9,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from word_problems import make_problems
-
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "eos_token": "<|eos|>", "unk_token": "<|unk|>", "mask_token": "<|mask|>"}

@@ -9,7 +9,6 @@ Data order, initial weights and noise follow from SEED; the log of each stage is
 """
 
 import argparse
-import itertools
 import json
 import random
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from d2f_hf import D2FDataCollator, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, D2FTrainer, D2FTrainingArguments
 from word_problems import make_problem
-
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/reference_model")  # checkpoints; not committed
@@ -38,28 +38,33 @@ SEED = 0
 SEQUENCE_LENGTHS = (128, 160, 192)  # a batch is padded to one of these, so that torch.compile sees few shapes
 BATCH_SIZE = 64
 GROUP = 32 * BATCH_SIZE
+BLOCK_SIZE = 16
 TWIN_PROBLEMS = 288_000
+TEACHER_PROBLEMS = 192_000
+STUDENT_PROBLEMS = 60_000
+LONG_TAIL = 256  # response tokens of the few batches that teach what stands far behind the end of a solution
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(HERE / "tokenizer")
 
 
-def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> Dataset:
+def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long_tails: bool = False) -> Dataset:
     """`count` tokenised training problems: `input_ids`, and `prompt_length` tokens of them are the prompt.
 
     Batches hold problems of similar length, in random order: they are cut from shuffled runs of `GROUP` problems that
-    are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made.
+    are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made. With
+    `long_tails` the responses of one batch in sixteen go on with EOS tokens up to `LONG_TAIL`.
     """
     return Dataset.from_generator(
         _generate_in_batches,
-        gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed},
+        gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed, "long_tails": long_tails},
         cache_dir=str(RUNS / "data"),
-        fingerprint=f"problems-{count}-{seed}",
+        fingerprint=f"problems-{count}-{seed}-{long_tails}",
     )
 
 
-def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: int):
+def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long_tails: bool):
     rng = random.Random(seed)
     answer_starts = tokenizer.convert_tokens_to_ids("<|assistant|>")
     for start in range(0, count, GROUP):
@@ -68,8 +73,13 @@ def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: i
         rows = sorted(tokenizer(texts, add_special_tokens=False)["input_ids"], key=len)
         batches = [rows[first : first + BATCH_SIZE] for first in range(0, len(rows), BATCH_SIZE)]
         rng.shuffle(batches)
-        for input_ids in itertools.chain.from_iterable(batches):
-            yield {"input_ids": input_ids, "prompt_length": input_ids.index(answer_starts) + 1}
+        for number, batch in enumerate(batches):
+            for input_ids in batch:
+                prompt_length = input_ids.index(answer_starts) + 1
+                if long_tails and number % 16 == 0:
+                    missing = LONG_TAIL - (len(input_ids) - prompt_length)
+                    input_ids = input_ids + [tokenizer.eos_token_id] * missing
+                yield {"input_ids": input_ids, "prompt_length": prompt_length}
 
 
 def padded_length(longest: int) -> int:
@@ -154,11 +164,121 @@ def train_twin() -> None:
         data_collator=partial(collate_for_twin, pad_token_id=tokenizer.pad_token_id),
     )
     run(trainer, "twin")
-    model.to(torch.bfloat16).save_pretrained(HERE / "twin")
-    tokenizer.save_pretrained(HERE / "twin")
+    save(model, tokenizer, "twin")
 
 
-STAGES = {"twin": train_twin}
+# Where the weights of the twin go in the teacher. The two compute the same function of a causal sequence.
+TEACHER_NAMES = {
+    "model.embed_tokens.": "model.transformer.wte.",
+    "model.norm.": "model.transformer.ln_f.",
+    "lm_head.": "model.transformer.ff_out.",
+    "model.layers.": "model.transformer.blocks.",
+    "input_layernorm.": "attn_norm.",
+    "post_attention_layernorm.": "ff_norm.",
+    "self_attn.o_proj.": "attn_out.",
+    "self_attn.": "",
+    "mlp.gate_proj.": "ff_proj.",
+    "mlp.up_proj.": "up_proj.",
+    "mlp.down_proj.": "ff_out.",
+}
+
+
+def teacher_from_twin(tokenizer: PreTrainedTokenizerBase) -> D2FLLaDAForBlockDiffusion:
+    """A LLaDA model with the twin's weights, whose logits at position i predict token i + 1 as the twin's do."""
+    twin = LlamaForCausalLM.from_pretrained(HERE / "twin", dtype=torch.float32)
+    llama = twin.config
+    config = D2FLLaDAConfig(
+        vocab_size=llama.vocab_size,
+        d_model=llama.hidden_size,
+        n_heads=llama.num_attention_heads,
+        n_layers=llama.num_hidden_layers,
+        mlp_hidden_size=llama.intermediate_size,
+        max_sequence_length=llama.max_position_embeddings,
+        rope_parameters=llama.rope_parameters,
+        rms_norm_eps=llama.rms_norm_eps,
+        right_shift_logits=True,
+        block_size=BLOCK_SIZE,
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    weights = {}
+    for name, weight in twin.state_dict().items():
+        for old, new in TEACHER_NAMES.items():
+            name = name.replace(old, new)
+        weights[name] = weight
+    teacher = D2FLLaDAForBlockDiffusion._from_config(config, attn_implementation="eager")
+    teacher.load_state_dict(weights)
+    return teacher
+
+
+def train_teacher() -> None:
+    """The bidirectional diffusion model: LLaDA's objective, with a clean prefix in half of the rows."""
+    tokenizer = load_tokenizer()
+    set_seed(SEED)
+    args = D2FTrainingArguments(
+        **common_arguments("teacher"),
+        objective="masked_diffusion",
+        mask_ratio_low=0.1,
+        clean_prefix_probability=0.5,
+        learning_rate=1.5e-3,
+        warmup_steps=100,
+    )
+    trainer = D2FTrainer(
+        teacher_from_twin(tokenizer),
+        args,
+        train_dataset=training_set(tokenizer, TEACHER_PROBLEMS, seed=SEED + 1, long_tails=True),
+        data_collator=diffusion_collator(tokenizer),
+    )
+    run(trainer, "teacher")
+    save(trainer.model, tokenizer, "teacher")
+
+
+def train_student() -> None:
+    """The D2F student: a LoRA adapter on all layers of the teacher, distilled with rising mask ratios."""
+    tokenizer = load_tokenizer()
+    set_seed(SEED)
+    teacher = D2FLLaDAForBlockDiffusion.from_pretrained(
+        HERE / "teacher", dtype=torch.float32, attn_implementation="eager"
+    )
+    args = D2FTrainingArguments(
+        **common_arguments("student"),
+        mask_ratio_low=0.3,
+        mask_ratio_high=1.0,
+        learning_rate=2e-3,
+        warmup_steps=50,
+    )
+    trainer = D2FTrainer(
+        teacher,
+        args,
+        train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2),
+        data_collator=diffusion_collator(tokenizer),
+        peft_config=LoraConfig(
+            r=32,
+            lora_alpha=32,
+            target_modules=["q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "blocks.[0-9]+.ff_out"],
+        ),
+    )
+    run(trainer, "student")
+    save(trainer.model, tokenizer, "student")
+
+
+def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
+    return D2FDataCollator(
+        block_size=BLOCK_SIZE,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=32,
+    )
+
+
+def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
+    """Weights in bfloat16, as safetensors."""
+    model.to(torch.bfloat16).save_pretrained(HERE / stage)
+    tokenizer.save_pretrained(HERE / stage)
+
+
+STAGES = {"twin": train_twin, "teacher": train_teacher, "student": train_student}
 
 
 def main() -> None:

@@ -20,42 +20,41 @@ import random
 import re
 from dataclasses import dataclass
 
-
 LARGEST_VALUE = 120  # every number of every problem lies in 1..LARGEST_VALUE, so each is a single token
 
 SHE = (
-    "Ada Alma Amy Anna Aria Bella Bianca Cara Carmen Celia Chloe Clara Dana Daisy Diana Edith Elena Ella Emma Erin Esther "
-    "Eva Faith Fiona Flora Freya Gina Grace Greta Hanna Hazel Helen Holly Ida Ines Iris Isla Ivy Jana Jane Jill Joy Judy "
-    "Julia Karen Kate Lara Laura Lea Lena Lily Lisa Lucy Luna Maria Mary Maya Mia Mila Molly Nadia Nina Nora Olga Olive "
-    "Paula Petra Rita Rosa Ruth Sara Sofia Stella Tara Tina Vera Wendy Yara Zoe"
+    "Ada Alma Amy Anna Aria Bella Bianca Cara Carmen Celia Chloe Clara Dana Daisy Diana Edith Elena Ella Emma Erin "
+    "Esther Eva Faith Fiona Flora Freya Gina Grace Greta Hanna Hazel Helen Holly Ida Ines Iris Isla Ivy Jana Jane "
+    "Jill Joy Judy Julia Karen Kate Lara Laura Lea Lena Lily Lisa Lucy Luna Maria Mary Maya Mia Mila Molly Nadia "
+    "Nina Nora Olga Olive Paula Petra Rita Rosa Ruth Sara Sofia Stella Tara Tina Vera Wendy Yara Zoe"
 ).split()
 HE = (
-    "Aaron Adam Alan Alex Amir Anton Arthur Ben Boris Bruno Carl Cody Cyrus Daniel David Dylan Edgar Eli Eric Ethan Felix "
-    "Finn Frank Fred Gary Gavin Glen Hans Harry Henry Hugo Ian Isaac Ivan Jack Jacob James Jason Joel John Jonas Karim Kevin "
-    "Kurt Lars Leo Levi Liam Lucas Marco Mark Martin Max Miles Nathan Neil Noah Oliver Omar Oscar Otto Owen Paul Peter Ralf "
-    "Ravi Robin Roman Ryan Sam Scott Simon Theo Tim Tom Victor Walter Yusuf Zack"
+    "Aaron Adam Alan Alex Amir Anton Arthur Ben Boris Bruno Carl Cody Cyrus Daniel David Dylan Edgar Eli Eric Ethan "
+    "Felix Finn Frank Fred Gary Gavin Glen Hans Harry Henry Hugo Ian Isaac Ivan Jack Jacob James Jason Joel John "
+    "Jonas Karim Kevin Kurt Lars Leo Levi Liam Lucas Marco Mark Martin Max Miles Nathan Neil Noah Oliver Omar Oscar "
+    "Otto Owen Paul Peter Ralf Ravi Robin Roman Ryan Sam Scott Simon Theo Tim Tom Victor Walter Yusuf Zack"
 ).split()
 THINGS = (
-    "apples badges balloons beads bells books bottles bows boxes bricks brushes buttons cakes candles cards carrots chairs "
-    "coins cookies cups dolls eggs feathers figs flags flowers forks gems gloves grapes hats jars kites lamps leaves lemons "
-    "letters magnets maps marbles masks melons mugs nuts olives onions oranges peaches pears pencils pens pins plants plates "
-    "plums ribbons rings rocks roses ropes scarves seeds shells shirts socks spoons stamps stickers stones tickets tiles "
-    "tomatoes toys tulips"
+    "apples badges balloons beads bells books bottles bows boxes bricks brushes buttons cakes candles cards carrots "
+    "chairs coins cookies cups dolls eggs feathers figs flags flowers forks gems gloves grapes hats jars kites "
+    "lamps leaves lemons letters magnets maps marbles masks melons mugs nuts olives onions oranges peaches pears "
+    "pencils pens pins plants plates plums ribbons rings rocks roses ropes scarves seeds shells shirts socks spoons "
+    "stamps stickers stones tickets tiles tomatoes toys tulips"
 ).split()
 PLACES = (
-    "airport bakery bank barn beach bridge camp castle church cinema farm field forest garden gym harbor hotel island kitchen "
-    "lake library market mill museum office palace park pool port river school shop square stable stadium station studio "
-    "temple theater tower valley village zoo"
+    "airport bakery bank barn beach bridge camp castle church cinema farm field forest garden gym harbor hotel "
+    "island kitchen lake library market mill museum office palace park pool port river school shop square stable "
+    "stadium station studio temple theater tower valley village zoo"
 ).split()
 ACTIVITIES = (
-    "cleaning cooking cycling dancing drawing fishing gardening hiking jogging knitting packing painting reading rowing "
-    "running sewing singing skating studying swimming training typing walking writing"
+    "cleaning cooking cycling dancing drawing fishing gardening hiking jogging knitting packing painting reading "
+    "rowing running sewing singing skating studying swimming training typing walking writing"
 ).split()
 
 
 # Each entry is (sentence of the problem, clause of the solution, what the value then is). The clause and the value are
-# joined to "<clause>, so <value>."; the last step reads "<clause>, so the answer is". In braces: n the person, f another
-# one, he / him / his their pronouns, k the operand, u the unit, p a place, a an activity, r the result.
+# joined to "<clause>, so <value>."; the last step reads "<clause>, so the answer is". In braces: n the person,
+# f another one, he / him their pronouns, k the operand, u the unit, p a place, a an activity, r the result.
 HAS = "{he} has {r} {u}"
 STARTS = {
     "things": [
@@ -104,7 +103,11 @@ STEPS = {
         ("{He} cuts each of them into {k} pieces.", "Each one is cut into {k} pieces", "there are {r} {u}"),
     ],
     ("things", "share"): [
-        ("{He} shares them evenly among {k} friends, and {f} is one of them.", "Shared by {k} friends", "{f} gets {r} {u}"),
+        (
+            "{He} shares them evenly among {k} friends, and {f} is one of them.",
+            "Shared by {k} friends",
+            "{f} gets {r} {u}",
+        ),
         ("{He} puts them evenly into {k} boxes and takes one box.", "One of {k} equal boxes is taken", HAS),
         ("{k} teams split them evenly, and {f} leads one team.", "Split over {k} teams", "{f} gets {r} {u}"),
         ("{He} sorts them into {k} equal piles and keeps one pile.", "One of {k} equal piles is kept", HAS),
@@ -121,8 +124,16 @@ STEPS = {
     ],
     ("things", "price"): [
         ("{He} sells all of them for {k} dollars each.", "Each one sells for {k} dollars", "{he} gets {r} dollars"),
-        ("At the {p} each one costs {k} dollars, and {f} pays for all.", "Each costs {k} dollars", "{f} pays {r} dollars"),
-        ("A shop buys them all and pays {k} dollars apiece.", "The shop pays {k} dollars apiece", "{he} gets {r} dollars"),
+        (
+            "At the {p} each one costs {k} dollars, and {f} pays for all.",
+            "Each costs {k} dollars",
+            "{f} pays {r} dollars",
+        ),
+        (
+            "A shop buys them all and pays {k} dollars apiece.",
+            "The shop pays {k} dollars apiece",
+            "{he} gets {r} dollars",
+        ),
         ("Each of them is worth {k} dollars.", "Each is worth {k} dollars", "they are worth {r} dollars"),
     ],
     ("dollars", "add"): [
@@ -139,7 +150,11 @@ STEPS = {
     ],
     ("dollars", "share"): [
         ("{k} friends split it evenly, and {f} is one of them.", "Split by {k} friends", "{f} has {r} dollars"),
-        ("{He} puts it evenly into {k} jars and takes one jar.", "One of {k} equal jars is taken", "{he} has {r} dollars"),
+        (
+            "{He} puts it evenly into {k} jars and takes one jar.",
+            "One of {k} equal jars is taken",
+            "{he} has {r} dollars",
+        ),
         ("It is shared evenly by {k} people, {f} among them.", "Shared by {k} people", "{f} has {r} dollars"),
     ],
     ("dollars", "multiply"): [
@@ -147,9 +162,21 @@ STEPS = {
         ("{f} has {k} times as much money.", "{f} has {k} times as much", "{f} has {r} dollars"),
     ],
     ("dollars", "change"): [
-        ("For this amount {he} pays with {k} dollars and waits for the change.", "Paid with {k} dollars", "the change is {r} dollars"),
-        ("{f} covers this amount with {k} dollars and gets change.", "{f} hands over {k} dollars", "the change is {r} dollars"),
-        ("This sum is taken from a note of {k} dollars.", "Taken from a note of {k} dollars", "the rest is {r} dollars"),
+        (
+            "For this amount {he} pays with {k} dollars and waits for the change.",
+            "Paid with {k} dollars",
+            "the change is {r} dollars",
+        ),
+        (
+            "{f} covers this amount with {k} dollars and gets change.",
+            "{f} hands over {k} dollars",
+            "the change is {r} dollars",
+        ),
+        (
+            "This sum is taken from a note of {k} dollars.",
+            "Taken from a note of {k} dollars",
+            "the rest is {r} dollars",
+        ),
     ],
     ("minutes", "add"): [
         ("Then {he} goes {a} for {k} more minutes.", "{He} adds {k} minutes of {a}", "it is {r} minutes"),
@@ -182,8 +209,16 @@ STEPS = {
 }
 ENDS = {
     "things": ["How many {u} is that in the end?", "What is the number of {u} now?", "How many {u} does this make?"],
-    "dollars": ["How many dollars is that in the end?", "How much money is that now?", "What is the amount in dollars?"],
-    "minutes": ["How many minutes is that in the end?", "What is the time in minutes?", "How long is that in minutes?"],
+    "dollars": [
+        "How many dollars is that in the end?",
+        "How much money is that now?",
+        "What is the amount in dollars?",
+    ],
+    "minutes": [
+        "How many minutes is that in the end?",
+        "What is the time in minutes?",
+        "How long is that in minutes?",
+    ],
 }
 OPENINGS = {
     2: "There are two steps to follow, one after the other.",
@@ -297,7 +332,8 @@ def _tell(chain: tuple, rng: random.Random) -> Problem:
 
     def new_scene(person: tuple[str, str, str], friend: str = "") -> None:
         name, he, him = person
-        words.update(n=name, he=he, him=him, He=he.capitalize(), f=friend, p=rng.choice(PLACES), a=rng.choice(ACTIVITIES))
+        words.update(n=name, he=he, him=him, He=he.capitalize(), f=friend)
+        words.update(p=rng.choice(PLACES), a=rng.choice(ACTIVITIES))
 
     holder = people.pop()
     new_scene(holder)

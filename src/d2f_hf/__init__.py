@@ -14,7 +14,6 @@ from d2f_hf.modeling import (
     D2FLLaDAModel,
 )
 
-
 if TYPE_CHECKING:
     from d2f_hf.data import D2FDataCollator, tokenize_example
     from d2f_hf.trainer import D2FTrainer

@@ -248,24 +248,24 @@ class D2FNoisingCollator:
     r"""
     A batch with noise: masks response tokens as the objective asks, and keeps what the loss needs to know about it.
 
-    The noise of a row follows from `seed`, `epoch` and the row's own tokens. So a resumed run goes on with the same noise
-    and a row is masked in the same way whatever process or batch it is in. (The exception: the ratios of
+    The noise of a row follows from `seed`, `epoch` and the row's own tokens. So a resumed run goes on with the same
+    noise and a row is masked in the same way whatever process or batch it is in. (The exception: the ratios of
     `"masked_diffusion"` are spread evenly over a batch, see [`~noising.random_mask_ratio`].)
 
     Args:
         collate (`D2FDataCollator`):
             Makes the clean batch.
         objective (`str`):
-            `"distillation"`: ratios that rise from block to block (Algorithm 1, lines 4-5). `"masked_diffusion"`: one ratio
-            for the whole response.
+            `"distillation"`: ratios that rise from block to block (Algorithm 1, lines 4-5). `"masked_diffusion"`: one
+            ratio for the whole response.
         mask_token_id (`int`):
             Id that stands for a masked token.
         mask_ratio_low (`float`), mask_ratio_high (`float`):
             Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
             (low, high].
         clean_prefix_probability (`float`, *optional*, defaults to 0.0):
-            Share of the rows whose response is left clean up to a uniformly drawn place: what a model sees that decodes
-            from left to right.
+            Share of the rows whose response is left clean up to a uniformly drawn place: what a model sees that
+            decodes from left to right.
         seed (`int`, *optional*, defaults to 0):
             Seed of the noise.
         epoch (`int`, *optional*, defaults to 0):
@@ -286,10 +286,10 @@ class D2FNoisingCollator:
         Collates and masks.
 
         Returns:
-            `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`, `prompt_lengths`
-            `[B]`, `is_masked` `[B, L]` bool, `mask_ratios` `[B, L]` (of each token), and `labels` `[B, L]`: the true tokens
-            that the loss is averaged over (distillation: the masked ones; masked diffusion: all that could have been
-            masked), -100 elsewhere.
+            `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`,
+            `prompt_lengths` `[B]`, `is_masked` `[B, L]` bool, `mask_ratios` `[B, L]` (of each token), and `labels`
+            `[B, L]`: the true tokens that the loss is averaged over (distillation: the masked ones; masked diffusion:
+            all that could have been masked), -100 elsewhere.
         """
         batch = self.collate(features)
         input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]

@@ -18,11 +18,11 @@ from d2f_hf.training_args import D2FTrainingArguments
 
 class D2FTrainer(Trainer):
     r"""
-    Makes a D2F student out of a diffusion language model (Algorithm 1 of arXiv 2508.09192), or trains the latter itself.
+    Makes a D2F student of a diffusion language model (Algorithm 1 of arXiv 2508.09192), or trains the latter itself.
 
     With `args.objective="distillation"` the student is the model with a LoRA adapter and block-causal attention, the
-    teacher the same weights without the adapter and with bidirectional attention. With `"masked_diffusion"` there is no
-    teacher, and the model is trained as it is, bidirectionally.
+    teacher the same weights without the adapter and with bidirectional attention. With `"masked_diffusion"` there is
+    no teacher, and the model is trained as it is, bidirectionally.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
@@ -224,7 +224,7 @@ def _eos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: Any) -> int
     eos_token_id: Any = tokenizer.eos_token_id if tokenizer is not None else _first(config.eos_token_id)
     if eos_token_id is None:
         raise ValueError(
-            "The tokenizer or `model.config.eos_token_id` must name the EOS token, which ends a response; neither does. "
-            "Set one of them."
+            "The tokenizer or `model.config.eos_token_id` must name the EOS token, which ends a response; neither "
+            "does. Set one of them."
         )
     return eos_token_id

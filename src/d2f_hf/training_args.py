@@ -6,7 +6,6 @@ from transformers import TrainingArguments
 
 from d2f_hf.losses import DIVERGENCES, WEIGHTINGS
 
-
 OBJECTIVES = ("distillation", "masked_diffusion")
 # Released adapters were trained with 0.2 to 0.7 (the paper says 0.3 to 0.7); LLaDA's own objective uses all of (0, 1].
 DEFAULT_MASK_RATIOS = {"distillation": (0.2, 0.7), "masked_diffusion": (0.0, 1.0)}
@@ -19,8 +18,8 @@ class D2FTrainingArguments(TrainingArguments):
 
     Args:
         objective (`str`, *optional*, defaults to `"distillation"`):
-            `"distillation"`: the asymmetric distillation of D2F (Algorithm 1 of arXiv 2508.09192). `"masked_diffusion"`:
-            LLaDA's own objective (arXiv 2502.09992), which makes a bidirectional teacher.
+            `"distillation"`: the asymmetric distillation of D2F (Algorithm 1 of arXiv 2508.09192).
+            `"masked_diffusion"`: LLaDA's own objective (arXiv 2502.09992), which makes a bidirectional teacher.
         block_size (`int`, *optional*):
             Tokens per response block K; the model's `config.block_size` by default.
         max_length (`int`, *optional*):
@@ -78,7 +77,8 @@ class D2FTrainingArguments(TrainingArguments):
             )
         if not 0.0 <= self.clean_prefix_probability <= 1.0:
             raise ValueError(
-                f"`clean_prefix_probability` must be in [0, 1], got {self.clean_prefix_probability}. It is a share of rows."
+                f"`clean_prefix_probability` must be in [0, 1], got {self.clean_prefix_probability}. "
+                "It is a share of rows."
             )
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(
