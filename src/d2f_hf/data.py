@@ -301,7 +301,8 @@ class D2FNoisingCollator:
         ratios = torch.zeros(input_ids.shape)
         generators = [self._generator(list(feature["input_ids"])) for feature in features]
         if self.objective == "masked_diffusion":
-            spread = random_mask_ratio(len(input_ids), generator=generators[0])
+            of_batch = self._generator([-1, *features[0]["input_ids"]])
+            spread = random_mask_ratio(len(input_ids), generator=of_batch)
             row_ratios = self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * spread  # [B]
         for b, generator in enumerate(generators):
             if self.objective == "masked_diffusion":
