@@ -4,8 +4,8 @@
     python examples/reference_model/demo.py --question "Mia has 12 apples. She gives 5 of them to Tom. ..."
 
 The models have three million parameters and know one thing: short chains of arithmetic on whole numbers up to 120,
-told about people, their things, their money and their time (`word_problems.py` prints more of them). Any other question
-is answered as if it were one of those, and wrongly.
+told about people, their things, their money and their time (`word_problems.py` prints more of them). Any other
+question is answered as if it were one of those, and wrongly.
 
 The D2F model is exported as a folder like those on the Hub and loaded from there with `AutoModelForCausalLM`. In a
 terminal its answer is drawn while it is decoded: several blocks at a time, each masked token as a shade. The drawing

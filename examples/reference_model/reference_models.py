@@ -58,7 +58,17 @@ def load(models: Path, dtype: str) -> ReferenceModels:
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / "d2f-reference-model")
         # In a process of its own: where d2f_hf is imported, its classes would be taken instead of those in the folder.
-        command = [sys.executable, __file__, "--models", str(models), "--output", folder]
+        # The warning is about an attribute that peft looks up under its old name.
+        command = [
+            sys.executable,
+            "-W",
+            "ignore::FutureWarning",
+            __file__,
+            "--models",
+            str(models),
+            "--output",
+            folder,
+        ]
         subprocess.run(command, check=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
