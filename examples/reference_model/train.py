@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -273,9 +273,14 @@ def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
 
 
 def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
-    """Weights in bfloat16, as safetensors."""
-    model.to(torch.bfloat16).save_pretrained(HERE / stage)
-    tokenizer.save_pretrained(HERE / stage)
+    """Weights in bfloat16, as safetensors, and the tokenizer; neither code, which is in modeling/, nor paths."""
+    folder = HERE / stage
+    if isinstance(model, PeftModel):
+        model.peft_config["default"].base_model_name_or_path = "../teacher"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for unwanted in (*folder.glob("*.py"), *folder.glob("README.md")):
+        unwanted.unlink()
 
 
 STAGES = {"twin": train_twin, "teacher": train_teacher, "student": train_student}
