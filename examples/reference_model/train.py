@@ -277,6 +277,7 @@ def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
     folder = HERE / stage
     if isinstance(model, PeftModel):
         model.peft_config["default"].base_model_name_or_path = "../teacher"
+    model.config.use_cache = True  # the Trainer turns it off
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for unwanted in (*folder.glob("*.py"), *folder.glob("README.md")):
