@@ -6,7 +6,6 @@ from .configuration_d2f_llada import D2FLLaDAConfig
 from .generation_d2f import D2FGenerationConfig, D2FGenerationMixin, D2FGenerationOutput
 from .modeling_d2f_llada import D2FLLaDAForBlockDiffusion, D2FLLaDAModel
 
-
 __all__ = [
     "D2FCache",
     "D2FGenerationConfig",

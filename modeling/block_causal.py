@@ -1,8 +1,8 @@
 """Who may attend to whom: the one definition of the block-causal structure.
 
-A sequence is a prompt (block 0) and response blocks of `block_size` tokens that are counted from the end of the prompt.
-A token sees its own block and all earlier ones, in both directions inside a block. If a row is stored compactly (its
-prompt from slot 0, no holes for padding) this is one comparison: `slot < visible_length`.
+A sequence is a prompt (block 0) and response blocks of `block_size` tokens that are counted from the end of the
+prompt. A token sees its own block and all earlier ones, in both directions inside a block. If a row is stored
+compactly (its prompt from slot 0, no holes for padding) this is one comparison: `slot < visible_length`.
 """
 
 # B batch, L sequence, Q queries, S key/value slots

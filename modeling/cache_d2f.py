@@ -2,8 +2,8 @@
 
 The decoding loop feeds each row from its own offset: blocks that are final but not yet in the cache, then the blocks
 in flight. All of them write their keys and values to their slots. What belongs to a block in flight is overwritten by
-the next step, which feeds that block again; what belongs to a final block stays. So "committing" a block needs no copy:
-the loop just stops feeding it.
+the next step, which feeds that block again; what belongs to a final block stays. So "committing" a block needs no
+copy: the loop just stops feeding it.
 """
 
 # B batch, H key/value heads, Q fed tokens, S slots, D head dimension

@@ -1,8 +1,7 @@
 """Configuration of the LLaDA architecture, with the keys of the original checkpoints."""
 
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import RopeParameters
-
 
 # Options of the original configuration that change the computation, with the only value that is implemented.
 # All released LLaDA checkpoints have these values.
@@ -26,8 +25,9 @@ _FIXED_OPTIONS = {
 }
 
 
+@strict
 class D2FLLaDAConfig(PreTrainedConfig):
-    """Configuration of a [`D2FLLaDAForBlockDiffusion`]. Takes a `config.json` of an original LLaDA checkpoint as it is.
+    """Configuration of a [`D2FLLaDAForBlockDiffusion`]. Takes the `config.json` of an original LLaDA as it is.
 
     Args:
         vocab_size (`int`): Rows of the embedding. The original `embedding_size`, where given, takes precedence.
@@ -44,8 +44,8 @@ class D2FLLaDAConfig(PreTrainedConfig):
         attention_dropout (`float`): Dropout on the attention weights in training.
         weight_tying (`bool`): The head is the embedding (`tie_word_embeddings`).
         initializer_range (`float`): Standard deviation of new weights (the original `init_std`).
-        right_shift_logits (`bool`): Logits at position i predict token i + 1, as in Dream and in models that start from
-            an autoregressive one. LLaDA's predict token i.
+        right_shift_logits (`bool`): Logits at position i predict token i + 1, as in Dream and in models that start
+            from an autoregressive one. LLaDA's predict token i.
         block_size (`int`): Tokens per response block that the model was made for: what `generate` uses unless told
             otherwise.
         mask_token_id (`int`, *optional*): The token that stands for "not decoded yet".
@@ -110,8 +110,8 @@ class D2FLLaDAConfig(PreTrainedConfig):
             given = kwargs.pop(option, None)
             if given is not None and given != value:
                 raise ValueError(
-                    f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FLLaDA implements the options "
-                    "of the released LLaDA checkpoints only; such a model needs the code it was trained with."
+                    f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FLLaDA implements the "
+                    "options of the released LLaDA checkpoints only; such a model needs the code it was trained with."
                 )
         if kwargs.get("embedding_size") is None:
             kwargs.pop("embedding_size", None)
@@ -129,7 +129,9 @@ class D2FLLaDAConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of the `@strict` validation of the base class."""
         if self.d_model % self.n_heads != 0:
-            raise ValueError(f"`d_model` must be a multiple of `n_heads`, but they are {self.d_model} and {self.n_heads}.")
+            raise ValueError(
+                f"`d_model` must be a multiple of `n_heads`, but they are {self.d_model} and {self.n_heads}."
+            )
         if self.n_heads % self.n_kv_heads != 0:
             raise ValueError(
                 f"`n_heads` must be a multiple of `n_kv_heads`, but they are {self.n_heads} and {self.n_kv_heads}."

@@ -20,6 +20,8 @@ from transformers.generation import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
@@ -30,12 +32,15 @@ from transformers.utils import logging
 from .block_causal import block_causal_mask, predicting_positions
 from .cache_d2f import D2FCache
 
-
 logger = logging.get_logger(__name__)
 
 DECODING_MODES = ("d2f", "vanilla")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin")
 DEFAULT_MAX_NEW_TOKENS = 256
+NOT_FINITE = (
+    "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
+    "easily; bfloat16 does not) and the logits processors."
+)
 
 
 class D2FGenerationConfig(GenerationConfig):
@@ -45,21 +50,22 @@ class D2FGenerationConfig(GenerationConfig):
     the model's own generation config.
 
     Args:
-        decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default), or `"vanilla"`, the sampler of the
-            original bidirectional model, which is slow but needs no distillation.
+        decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default), or `"vanilla"`, the sampler of
+            the original bidirectional model, which is slow but needs no distillation.
         block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
-        block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last one
-            reaches it (default 0.1). 1.0 decodes block by block.
+        block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
+            one reaches it (default 0.1). 1.0 decodes block by block.
         block_activation_threshold (`float`, *optional*): tau_act. A block is fully activated, and from then on accepts
             at least one token per step, when the decoded ratio of the block before it reaches it (default 0.95).
-        confidence_threshold (`float`, *optional*): tau_conf. A token is accepted when its probability, after the logits
-            processors, is above it (default 0.9). Higher is more careful. DiffusionGemma's parameter of this name is a
-            bound on the entropy, where lower is more careful.
-        token_ranking (`str`, *optional*): What ranks the token that a fully activated block must accept if none is above
-            `confidence_threshold`: `"probability"` (default), `"neg_entropy"`, or `"margin"` between the best two.
+        confidence_threshold (`float`, *optional*): tau_conf. A token is accepted when its probability, after the
+            logits processors, is above it (default 0.9). Higher is more careful. DiffusionGemma's parameter of this
+            name is a bound on the entropy, where lower is more careful.
+        token_ranking (`str`, *optional*): What ranks the token that a fully activated block must accept if none is
+            above `confidence_threshold`: `"probability"` (default), `"neg_entropy"`, or `"margin"` between the best
+            two.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks.
-        output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and which tokens it led to.
+        output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
 
     Raises:
         ValueError: for a value that is out of range.
@@ -98,7 +104,9 @@ class D2FGenerationConfig(GenerationConfig):
         for name in ("block_size", "steps"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Leave it out for the default.")
+                raise ValueError(
+                    f"`{name}` must be an integer of at least 1, got {value!r}. Leave it out for the default."
+                )
         for name in ("block_add_threshold", "block_activation_threshold", "confidence_threshold"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -111,7 +119,7 @@ class D2FGenerationConfig(GenerationConfig):
             raise ValueError(f"`output_trace` must be True or False, got {self.output_trace!r}.")
         if self.steps is not None and self.decoding == "d2f":
             raise ValueError(
-                f"`steps` (got {self.steps}) has no meaning with decoding='d2f', which takes as many steps as it needs. "
+                f"`steps` (got {self.steps}) has no meaning with decoding='d2f', which takes as many as it needs. "
                 "`confidence_threshold` trades speed for quality; decoding='vanilla' takes `steps`."
             )
 
@@ -181,8 +189,8 @@ def opened_blocks(
 ) -> torch.LongTensor:
     """How many blocks each row has in this step (Algorithm 2, adding a block; the first step opens the first one).
 
-    A block is added, at most one a step, when the decoded ratio of the last one has reached `block_add_threshold`. With
-    an EOS decoded no block is added, and those after the EOS's block are dropped.
+    A block is added, at most one a step, when the decoded ratio of the last one has reached `block_add_threshold`.
+    With an EOS decoded no block is added, and those after the EOS's block are dropped.
 
     Args:
         opened (`torch.LongTensor` of shape `(B,)`): Blocks opened before.
@@ -245,7 +253,9 @@ def choose_tokens(
     """A token for each row of `scores` `(M, V)`, its probability, and its rank value, `(M,)` each."""
     log_normalizer = scores.logsumexp(-1, keepdim=True)
     if do_sample:
-        tokens = torch.multinomial((scores - log_normalizer).exp(), num_samples=1)
+        # What `torch.multinomial` does, without its check for NaN, which waits for the device.
+        probabilities = (scores - log_normalizer).exp()
+        tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
         best = scores.gather(-1, tokens)
     else:
         best, tokens = scores.max(-1, keepdim=True)
@@ -294,9 +304,25 @@ class D2FGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if model_kwargs.get("cache") is not None or model_kwargs.get("past_key_values") is not None:
             raise ValueError(
-                "`cache` cannot be passed to `generate`: keys and values of the prompt depend on all of it, so a cache "
-                "does not carry over to another prompt. Leave it out; D2F makes its own."
+                "`cache` cannot be passed to `generate`: keys and values of the prompt depend on all of it, so a "
+                "cache does not carry over to another prompt. Leave it out; D2F makes its own."
             )
+
+    def _get_logits_processor(self, generation_config, *args, **kwargs):
+        for name in ("guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):
+            if getattr(generation_config, name, None) not in (None, 0, 1):
+                raise ValueError(f"`{name}` is not available for block diffusion. Leave it out.")
+        for name, value in (
+            ("watermarking_config", generation_config.watermarking_config),
+            ("prefix_allowed_tokens_fn", kwargs.get("prefix_allowed_tokens_fn")),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` is not available for block diffusion: it needs the token right before the one that is "
+                    "chosen, which may be undecoded. Leave it out, or write a `LogitsProcessor`."
+                )
+        # Processors never see the padding of a row, so they need no mask to leave it out.
+        return super()._get_logits_processor(generation_config, *args, **{**kwargs, "model_kwargs": None})
 
     def _sample(
         self,
@@ -324,22 +350,38 @@ class D2FGenerationMixin(GenerationMixin):
             )
         if self.config.mask_token_id is None:
             raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
+        if (is_token & (input_ids == self.config.mask_token_id)).any():
+            raise ValueError(
+                f"`input_ids` must not hold the mask token ({self.config.mask_token_id}), for only response tokens "
+                "are decoded. Take it out of the prompt, or mask it in `attention_mask` if it is padding."
+            )
         if streamer is not None and len(input_ids) > 1:
-            raise ValueError(f"`streamer` takes one sequence, but the batch has {len(input_ids)}. Generate one at a time.")
+            raise ValueError(
+                f"`streamer` takes one sequence, but the batch has {len(input_ids)}. Generate one at a time."
+            )
         if generation_config.output_scores or generation_config.output_logits:
-            raise ValueError("`output_scores` and `output_logits` are not available for block diffusion. Leave them out.")
+            raise ValueError(
+                "`output_scores` and `output_logits` are not available for block diffusion. Leave them out."
+            )
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
         response = Response(
             prompts=input_ids.gather(1, order),
             prompt_lengths=prompt_lengths,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
+            min_new_tokens=(generation_config.min_length or 0) - input_ids.shape[1],
             mask_token_id=self.config.mask_token_id,
             eos_token_ids=generation_config._eos_token_tensor,
             stopping_criteria=StoppingCriteriaList(
                 c for c in stopping_criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
             ),
             streamer=streamer,
+        )
+        # The smallest length is a matter of a token's place in the response, not of how much is decoded by now.
+        logits_processor = LogitsProcessorList(
+            p
+            for p in logits_processor
+            if not isinstance(p, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor))
         )
         decode = self._decode_pipelined if generation_config.decoding == "d2f" else self._decode_vanilla
         num_forward_passes, trace = decode(response, logits_processor, generation_config, synced_gpus)
@@ -382,7 +424,9 @@ class D2FGenerationMixin(GenerationMixin):
             is_masked = response.is_masked()  # [B, R]
             is_active = ~response.is_finished(is_masked)
             ratio = decoded_ratio(is_masked, block_size)  # [B, N]
-            eos_block = response.end_of_text() // block_size
+            end_of_text = response.end_of_text()
+            # Without an EOS that is the limit, which lies inside the last block if that one is short.
+            eos_block = torch.where(end_of_text < limit, end_of_text // block_size, ratio.shape[1])
             opened = opened_blocks(opened, ratio, eos_block, generation_config.block_add_threshold)
             is_fully_activated = fully_activated(ratio, generation_config.block_activation_threshold)
 
@@ -394,10 +438,7 @@ class D2FGenerationMixin(GenerationMixin):
                 [fed.max(), end.max(), is_active.any(), is_finite]
             ).tolist()  # the one time in a step that the host waits for the device
             if not was_finite:
-                raise ValueError(
-                    "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 "
-                    "overflows easily; bfloat16 does not) and the logits processors."
-                )
+                raise ValueError(NOT_FINITE)
             if not self._has_unfinished_sequences(not any_active, synced_gpus, device):
                 break
             offset = torch.arange(max(width, 1), device=device)
@@ -430,9 +471,11 @@ class D2FGenerationMixin(GenerationMixin):
 
             # 4. Accept.
             row, column = is_masked_here.nonzero(as_tuple=True)
-            tokens, probability, ranking = self._predict(logits, row, response, logits_processor, generation_config)
-            is_finite = probability.isfinite().all()
             index = position[row, column] - prompt_lengths[row]  # in the response
+            tokens, probability, ranking = self._predict(
+                logits, row, index, response, logits_processor, generation_config
+            )
+            is_finite = probability.isfinite().all()
             predicted = torch.zeros_like(is_masked)
             predicted[row, index] = True
             accepted = accepted_tokens(
@@ -477,7 +520,8 @@ class D2FGenerationMixin(GenerationMixin):
         for start in range(0, limit, block_size):
             size = min(block_size, limit - start)
             block_steps = steps // num_blocks if steps is not None else size
-            in_block = (position >= prompt_lengths[:, None] + start) & (position < prompt_lengths[:, None] + start + size)
+            index = position - prompt_lengths[:, None]  # in the response
+            in_block = (index >= start) & (index < start + size)
             for step in range(block_steps):
                 num_accepted = size // block_steps + (step < size % block_steps)
                 is_masked_here = in_block & (response.sequences == response.mask_token_id)  # [B, T]
@@ -488,13 +532,17 @@ class D2FGenerationMixin(GenerationMixin):
                 ).logits
                 num_forward_passes += 1
                 row, column = is_masked_here.nonzero(as_tuple=True)
-                tokens, probability, _ = self._predict(logits, row, response, logits_processor, generation_config)
+                index = column - prompt_lengths[row]  # in the response
+                tokens, probability, _ = self._predict(
+                    logits, row, index, response, logits_processor, generation_config
+                )
                 if not probability.isfinite().all():
-                    raise ValueError("The model's logits hold NaN. Check the weights and the dtype.")
+                    raise ValueError(NOT_FINITE)
                 # Each row has the same number of masked tokens in the block.
-                best = probability.view(len(prompt_lengths), -1).topk(num_accepted, dim=-1).indices
-                best = (best + torch.arange(len(prompt_lengths), device=device)[:, None] * (len(row) // len(best))).flatten()
-                response.write(row[best], (column - prompt_lengths[row])[best], tokens[best])
+                num_rows, num_masked = len(prompt_lengths), len(row) // len(prompt_lengths)
+                best = probability.view(num_rows, num_masked).topk(num_accepted, dim=-1).indices
+                best = (best + torch.arange(num_rows, device=device)[:, None] * num_masked).flatten()
+                response.write(row[best], index[best], tokens[best])
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         return torch.full_like(prompt_lengths, num_forward_passes), None
 
@@ -502,20 +550,32 @@ class D2FGenerationMixin(GenerationMixin):
         self,
         logits: torch.Tensor,
         row: torch.LongTensor,
+        index: torch.LongTensor,
         response: "Response",
         logits_processor: LogitsProcessorList,
         generation_config: D2FGenerationConfig,
     ) -> tuple[torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
-        """Token, probability and rank value for each masked token, from `logits` `(M, V)`; `row` `(M,)` says whose."""
+        """Token, probability and rank value for each masked token, from `logits` `(M, V)`.
+
+        `row` and `index`, `(M,)` each, say whose token it is and its place in the response.
+        """
         scores = logits.float()
         scores[:, response.mask_token_id] = -torch.inf  # "not decoded yet" is not something to decode
+        if response.min_new_tokens > 0 and response.eos_token_ids is not None:
+            is_early = torch.zeros_like(scores, dtype=torch.bool)
+            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens)[:, None]
+            scores = scores.masked_fill(is_early, -torch.inf)
         if len(logits_processor) > 0 and len(row) > 0:
             # A processor sees the part of the row that is decoded without a gap, once for each masked token.
+            # Processors that count tokens do so from the length of the longest prompt, so a shorter one is filled up;
+            # the mask token means nothing to the others.
             decoded = response.prefix_length()
             processed = []
             for b in row.unique_consecutive().tolist():
                 own = scores[row == b]
                 prefix = response.sequences[b, : response.prompt_lengths[b] + decoded[b]]
+                missing = response.prompt_width - int(response.prompt_lengths[b])
+                prefix = F.pad(prefix, (missing, 0), value=response.mask_token_id)
                 processed.append(logits_processor(prefix.expand(len(own), -1), own))
             scores = torch.cat(processed)
         return choose_tokens(scores, generation_config.do_sample, generation_config.token_ranking)
@@ -542,6 +602,7 @@ class Response:
         prompts (`torch.LongTensor` of shape `(B, P)`): Prompts from position 0; behind a shorter one anything.
         prompt_lengths (`torch.LongTensor` of shape `(B,)`): Their lengths.
         max_new_tokens (`int`): R, response tokens at the most.
+        min_new_tokens (`int`): Response tokens before the first EOS at the least.
         mask_token_id (`int`): Stands for a token that is not decoded.
         eos_token_ids (`torch.LongTensor`, *optional*): Tokens that end a response.
         stopping_criteria (`StoppingCriteriaList`): Asked about each decoded token once all before it are decoded.
@@ -553,13 +614,16 @@ class Response:
         prompts: torch.LongTensor,
         prompt_lengths: torch.LongTensor,
         max_new_tokens: int,
+        min_new_tokens: int,
         mask_token_id: int,
         eos_token_ids: torch.LongTensor | None,
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
     ):
         self.prompt_lengths = prompt_lengths
+        self.prompt_width = prompts.shape[1]
         self.max_new_tokens = max_new_tokens
+        self.min_new_tokens = min_new_tokens
         self.mask_token_id = mask_token_id
         self.eos_token_ids = eos_token_ids
         self.stopping_criteria = stopping_criteria
@@ -589,7 +653,7 @@ class Response:
         return first_index(is_masked) >= torch.minimum(self.end_of_text(), self.stopped_at)
 
     def prefix_length(self) -> torch.LongTensor:
-        """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including the first EOS."""
+        """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
         return torch.minimum(first_index(self.is_masked()), self.end_of_text() + 1).clamp(max=self.max_new_tokens)
 
     def write(self, row: torch.LongTensor, index: torch.LongTensor, tokens: torch.LongTensor) -> None:
@@ -597,20 +661,24 @@ class Response:
         self.sequences[row, self.prompt_lengths[row] + index] = tokens
 
     def publish(self, shown: torch.LongTensor) -> None:
-        """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` response tokens."""
+        """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS."""
         if self.streamer is None and len(self.stopping_criteria) == 0:
             return
+        shown = torch.minimum(shown, self.end_of_text() + 1)
         for b, decoded in enumerate(self.prefix_length().tolist()):
             begin = int(self.prompt_lengths[b])
             decoded = min(decoded, int(self.stopped_at[b]))
             for length in range(self.published[b] + 1, decoded + 1):
-                if len(self.stopping_criteria) and self.stopping_criteria(self.sequences[b : b + 1, : begin + length], None).any():
+                if (
+                    len(self.stopping_criteria)
+                    and self.stopping_criteria(self.sequences[b : b + 1, : begin + length], None).any()
+                ):
                     self.stopped_at[b] = decoded = length
                     break
             if self.streamer is not None:
                 if decoded > self.published[b]:
                     self.streamer.put(self.sequences[b, begin + self.published[b] : begin + decoded].cpu())
-                if hasattr(self.streamer, "put_draft") and decoded < int(shown[b]):
+                if hasattr(self.streamer, "put_draft") and decoded < min(int(shown[b]), int(self.stopped_at[b])):
                     self.streamer.put_draft(self.sequences[b, begin + decoded : begin + int(shown[b])].cpu())
             self.published[b] = decoded
 

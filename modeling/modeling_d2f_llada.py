@@ -47,8 +47,8 @@ class D2FBlockDiffusionOutput(ModelOutput):
 
     Args:
         loss (`torch.FloatTensor`, *optional*): Cross-entropy at the positions with a label.
-        logits (`torch.FloatTensor` of shape `(B, L, V)`, or `(M, V)` for a mask as `logits_to_keep`): As they leave the
-            head. With `config.right_shift_logits`, those at position i predict token i + 1.
+        logits (`torch.FloatTensor` of shape `(B, L, V)`, or `(M, V)` for a mask as `logits_to_keep`): As they leave
+            the head. With `config.right_shift_logits`, those at position i predict token i + 1.
         cache, hidden_states, attentions: As in [`D2FModelOutput`].
     """
 
@@ -127,7 +127,8 @@ def eager_attention_forward(
     """Attention in plain operations, which also gives the weights.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, L, D)`), key, value (`torch.Tensor` of shape `(B, H_kv, S, D)`): The heads.
+        query (`torch.Tensor` of shape `(B, H, L, D)`), key, value (`torch.Tensor` of shape `(B, H_kv, S, D)`): The
+            heads.
         attention_mask (`torch.Tensor` of shape `(B, 1, L, S)`, *optional*): Added to the scores.
 
     Returns:
@@ -342,7 +343,7 @@ class D2FLLaDAModel(D2FLLaDAPreTrainedModel):
 class D2FLLaDAForBlockDiffusion(D2FLLaDAPreTrainedModel, D2FGenerationMixin):
     """LLaDA with its head and D2F decoding: `model.generate(**inputs)`. `AutoModelForCausalLM` gives this class."""
 
-    generation_config_class = D2FGenerationConfig  # the base class has the attribute too, so the mixin's does not count
+    generation_config_class = D2FGenerationConfig  # here, because the base class has the attribute too
     _tied_weights_keys = {"model.transformer.ff_out.weight": "model.transformer.wte.weight"}
     _tp_plan = {"model.transformer.ff_out": "colwise_gather_output"}
 
@@ -379,17 +380,18 @@ class D2FLLaDAForBlockDiffusion(D2FLLaDAPreTrainedModel, D2FGenerationMixin):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, L)`): Token ids, with `mask_token_id` where a token is masked.
-            attention_mask (`torch.Tensor`, *optional*): `(B, L)`, 0 for padding (at either end; with a cache `(B, S)`),
-                which nobody sees. Or a finished mask `(B, 1, L, S)`: bool (`True`: may attend) or float (added to the
-                scores), which then decides alone who sees whom.
-            position_ids (`torch.LongTensor` of shape `(B, L)`, *optional*): Positions; those without padding by default.
+            attention_mask (`torch.Tensor`, *optional*): `(B, L)`, 0 for padding (at either end; with a cache `(B,
+                S)`), which nobody sees. Or a finished mask `(B, 1, L, S)`: bool (`True`: may attend) or float (added
+                to the scores), which then decides alone who sees whom.
+            position_ids (`torch.LongTensor` of shape `(B, L)`, *optional*): Positions; those without padding by
+                default.
             cache (`Cache`, *optional*): Keys and values of earlier tokens; rows are stored without holes.
             inputs_embeds (`torch.FloatTensor` of shape `(B, L, d_model)`, *optional*): Instead of `input_ids`.
-            prompt_lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prompt tokens of each row, padding left out.
-                Makes the pass block-causal: the prompt is block 0, blocks of `block_size` tokens follow it.
+            prompt_lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prompt tokens of each row, padding left
+                out. Makes the pass block-causal: the prompt is block 0, blocks of `block_size` tokens follow it.
             block_size (`int`, *optional*): Tokens per response block; `config.block_size` by default.
-            labels (`torch.LongTensor` of shape `(B, L)`, *optional*): The true tokens at the positions that the loss is
-                about (the masked ones), -100 elsewhere.
+            labels (`torch.LongTensor` of shape `(B, L)`, *optional*): The true tokens at the positions that the loss
+                is about (the masked ones), -100 elsewhere.
             use_cache (`bool`, *optional*): Of no effect: a cache is used if it is passed.
             logits_to_keep (`int` or `torch.Tensor`): The last so many positions (0: all), a vector of positions, or a
                 bool mask `(B, L)`, which gives logits `(M, V)` in row-major order.
@@ -428,8 +430,8 @@ class D2FLLaDAForBlockDiffusion(D2FLLaDAPreTrainedModel, D2FGenerationMixin):
         )
 
     def save_pretrained(self, *args, **kwargs):
-        # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does not
-        # keep references to the repository that it came from.
+        # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does
+        # not keep references to the repository that it came from.
         model_class = f"modeling_d2f_llada.{type(self).__name__}"
         self.config.auto_map = {
             "AutoConfig": f"configuration_d2f_llada.{type(self.config).__name__}",

@@ -1,0 +1,113 @@
+"""Models that are small enough for tests: random ones, and one whose logits the test dictates."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from d2f_hf import D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
+from plain_models import LLADA_NAMES, block_causal_mask, plain_forward
+
+# B batch, L sequence, T positions, V vocabulary
+
+VOCAB_SIZE, PAD, EOS, MASK = 40, 37, 38, 39
+LETTERS = "abcdefghijklmnopqrstuvwxyz .!"  # tokens 0 to 28 of `letter_tokenizer`
+
+
+def tiny_config(**options) -> D2FLLaDAConfig:
+    """Two layers of width 32."""
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "mlp_hidden_size": 48,
+        "max_sequence_length": 128,
+        "block_size": 4,
+        "mask_token_id": MASK,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return D2FLLaDAConfig(**{**defaults, **options})
+
+
+def tiny_model(seed: int = 0, **options) -> D2FLLaDAForBlockDiffusion:
+    """A random model with weights large enough for its predictions to differ, and to depend on what it sees."""
+    model = D2FLLaDAForBlockDiffusion(tiny_config(**options)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "norm" not in name and "ln_f" not in name:
+            scale = 0.6 if "wte" in name or name.endswith("transformer.ff_out.weight") else 0.25
+            weight.data.normal_(0, scale, generator=generator)
+    return model
+
+
+def plain_logits(model: D2FLLaDAForBlockDiffusion) -> Callable[..., torch.Tensor]:
+    """The same model for the oracle: `logits_fn(ids, prompt_length=None, block_size=None)` gives `[L, V]`."""
+    config = model.config
+    weights = {name: weight.detach().float() for name, weight in model.state_dict().items()}
+
+    @torch.no_grad()
+    def logits_fn(ids: Sequence[int], prompt_length: int | None = None, block_size: int | None = None) -> torch.Tensor:
+        if prompt_length is None or block_size is None:
+            allowed = torch.ones(len(ids), len(ids), dtype=torch.bool)
+        else:
+            allowed = block_causal_mask(len(ids), prompt_length, block_size)
+        sizes = (config.n_layers, config.n_heads, config.n_kv_heads)
+        rope_theta = config.rope_parameters["rope_theta"]
+        return plain_forward(weights, LLADA_NAMES, torch.tensor(ids), allowed, *sizes, rope_theta, config.rms_norm_eps)
+
+    return logits_fn
+
+
+class ScriptedModel(D2FLLaDAForBlockDiffusion):
+    """A model that says what it is told, whatever it reads, and records what it was given.
+
+    Args:
+        script (`torch.Tensor` or `Callable`): Logits by position in the row, `(T, V)` or `(B, T, V)`, or a function of
+            the number of forwards so far that gives them. They predict the token at their own position.
+    """
+
+    def __init__(self, script: torch.Tensor | Callable[[int], torch.Tensor], **options):
+        super().__init__(tiny_config(d_model=4, n_heads=1, n_layers=1, mlp_hidden_size=4, **options))
+        self.script = script
+        self.calls: list[list[list[int]]] = []  # the ids of each forward
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, logits_to_keep=0, **kwargs):
+        script = self.script if isinstance(self.script, torch.Tensor) else self.script(len(self.calls))
+        self.calls.append(input_ids.tolist())
+        batch_size, length = input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(length).expand(batch_size, -1)
+        script = script.expand(batch_size, *script.shape[-2:])
+        position_ids = position_ids.clamp(max=script.shape[1] - 1)
+        logits = script[torch.arange(batch_size)[:, None], position_ids].clone()  # [B, L, V]
+        output = super().forward(input_ids[:, :1])
+        output.logits = logits[logits_to_keep]
+        return output
+
+
+def sure_of(tokens: Sequence[int], unsure_until: dict[int, int] | None = None) -> Callable[[int], torch.Tensor]:
+    """A script that predicts `tokens[p]` at position p, below any usual threshold before forward `unsure_until[p]`."""
+
+    def script(call: int) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), VOCAB_SIZE)
+        for position, token in enumerate(tokens):
+            logits[position, token] = 15.0 if (unsure_until or {}).get(position, 0) <= call else 1.0
+        return logits
+
+    return script
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
+    specials = {"<pad>": PAD, "<eos>": EOS, "<mask>": MASK}
+    fillers = {f"<{i}>": i for i in range(len(LETTERS), PAD)}
+    tokenizer = Tokenizer(models.WordLevel({**vocabulary, **fillers, **specials}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>", padding_side="left"
+    )
