@@ -311,7 +311,7 @@ def test_bench_ends_with_one_json_object(untrained_models, tmp_path):
     assert {key for figure in found["figures"] for key in figure} == {"name", "value", "bar", "holds"}
     bars = {figure["name"]: figure["bar"] for figure in found["figures"] if figure["bar"] is not None}
     assert sorted(bars.values()) == [-2.0, 2.5, 2.5, 4.0, 20.0, 20.0, 90.0, 90.0]
-    assert found["environment"]["dtype"] == "float32" and found["environment"]["problems"] == 2
+    assert found["environment"]["dtype"] == "bfloat16" and found["environment"]["problems"] == 2
 
 
 @pytest.mark.slow

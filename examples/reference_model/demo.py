@@ -133,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--question", help="a word problem of yours, instead of the three built-in ones")
     parser.add_argument("--models", type=Path, default=HERE, help="folder of the models")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all models")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all models")
     args = parser.parse_args()
     if args.question is not None and not args.question.strip():
         parser.error("--question must not be empty. Leave it out for the built-in problems.")
