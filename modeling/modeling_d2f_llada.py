@@ -99,6 +99,15 @@ class D2FLLaDARotaryEmbedding(nn.Module):
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
 
+    def _apply(self, fn, *args, **kwargs):
+        # `model.to(torch.bfloat16)` moves the frequencies but does not round them: at position 1000 the rounding would
+        # be a shift by several tokens.
+        exact = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, *args, **kwargs)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq, self.original_inv_freq = (buffer.to(self.inv_freq.device) for buffer in exact)
+        return self
+
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,7 +332,7 @@ class D2FLLaDAModel(D2FLLaDAPreTrainedModel):
             if attention_mask is not None:
                 key_positions = positions_without_padding(attention_mask)
             else:
-                num_slots = length if cache is None else cache.get_mask_sizes(length)[0]
+                num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
                 key_positions = torch.arange(num_slots, device=inputs_embeds.device)[None]
             allowed = block_causal_mask(
                 position_ids, prompt_lengths, block_size or self.config.block_size, key_positions, attention_mask
@@ -337,7 +346,8 @@ class D2FLLaDAModel(D2FLLaDAPreTrainedModel):
             if self.config._attn_implementation == "eager":
                 lowest = torch.finfo(inputs_embeds.dtype).min
                 allowed = torch.zeros_like(allowed, dtype=inputs_embeds.dtype).masked_fill(~allowed, lowest)
-        return allowed
+            return allowed
+        return allowed.to(inputs_embeds.dtype)
 
 
 class D2FLLaDAForBlockDiffusion(D2FLLaDAPreTrainedModel, D2FGenerationMixin):
