@@ -15,9 +15,10 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
 HERE = Path(__file__).parent
 WEIGHTS = ("twin/model.safetensors", "teacher/model.safetensors", "student/adapter_model.safetensors")
@@ -29,10 +30,10 @@ TEACHER_BLOCK_SIZE = 8
 class ReferenceModels:
     """`student` is the D2F model, `teacher` its vanilla original, `twin` the autoregressive model of the same size."""
 
-    tokenizer: PreTrainedTokenizerBase
-    twin: PreTrainedModel
-    teacher: PreTrainedModel
-    student: PreTrainedModel
+    tokenizer: Any
+    twin: Any
+    teacher: Any
+    student: Any
 
     def prompt(self, question: str) -> BatchEncoding:
         """The prompt for a question: `input_ids` and `attention_mask`, `(1, L)`."""

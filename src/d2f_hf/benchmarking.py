@@ -29,7 +29,7 @@ class System:
         options (`dict`): Keywords of `generate`.
     """
 
-    model: PreTrainedModel
+    model: Any
     options: dict[str, Any] = field(default_factory=dict)
 
 
