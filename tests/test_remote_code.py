@@ -1,0 +1,256 @@
+"""The Hub folder: it carries its code and works where only torch and transformers are installed; adapters, merging.
+
+What a user without the package does runs in two fresh processes, offline and with `d2f_hf` blocked; the tests look at
+what they left.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from d2f_hf import D2FLLaDAForBlockDiffusion
+from tiny_models import PAD, letter_tokenizer, tiny_model
+
+CODE_FILES = {
+    "block_causal.py",
+    "cache_d2f.py",
+    "configuration_d2f_llada.py",
+    "generation_d2f.py",
+    "modeling_d2f_llada.py",
+}
+PROMPT = "hello there"
+LORA = {"r": 2, "target_modules": ["q_proj", "attn_out", "up_proj"], "init_lora_weights": False}
+
+PREAMBLE = """
+import sys
+from pathlib import Path
+
+sys.modules["d2f_hf"] = None  # `import d2f_hf` fails
+try:
+    import d2f_hf
+except ImportError:
+    pass
+else:
+    raise SystemExit("d2f_hf is importable, so this proves nothing")
+
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+root = Path(sys.argv[1])
+prompt = sys.argv[2]
+
+
+def load(name, auto_class=AutoModelForCausalLM):
+    return auto_class.from_pretrained(root / name, trust_remote_code=True).eval()
+
+
+@torch.no_grad()
+def outcome(model, name):
+    inputs = AutoTokenizer.from_pretrained(root / "saved", trust_remote_code=True)(prompt, return_tensors="pt")
+    ids = inputs["input_ids"]
+    logits = model(input_ids=ids, prompt_lengths=torch.tensor([3]), block_size=4).logits
+    tokens = model.generate(**inputs, max_new_tokens=10)
+    vanilla = model.generate(**inputs, max_new_tokens=10, decoding="vanilla")
+    return {f"{name}.logits": logits, f"{name}.tokens": tokens, f"{name}.vanilla": vanilla}
+"""
+
+FIRST = (
+    PREAMBLE
+    + """
+model = load("saved")
+assert type(load("saved", AutoModel)) is type(model) and type(model).__name__ == "D2FLLaDAForBlockDiffusion"
+assert type(model).__module__.startswith("transformers_modules.")
+assert type(model.generation_config).__name__ == "D2FGenerationConfig"
+assert model.generation_config.confidence_threshold == 0.55
+results = outcome(model, "saved") | outcome(load("saved", AutoModel), "saved_auto_model")
+
+model.train()
+ids = torch.arange(12)[None]
+loss = model(ids, labels=ids).loss
+loss.backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+results["loss"] = loss.detach()
+model.eval().save_pretrained(root / "trained")
+results |= outcome(model, "trained")
+
+torch.manual_seed(0)
+lora = get_peft_model(
+    load("saved"),
+    LoraConfig(r=2, target_modules=["q_proj", "attn_out", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
+)
+lora.eval()
+lora.save_pretrained(root / "adapter")
+results |= outcome(lora, "adapter")
+merged = lora.merge_and_unload()
+merged.save_pretrained(root / "merged")
+results |= outcome(merged, "merged")
+save_file({name: value.contiguous() for name, value in results.items()}, root / "first.safetensors")
+"""
+)
+
+SECOND = (
+    PREAMBLE
+    + """
+results = outcome(load("trained"), "trained") | outcome(load("merged"), "merged")
+adapter = AutoPeftModelForCausalLM.from_pretrained(root / "adapter", trust_remote_code=True).eval()
+results |= outcome(adapter, "adapter")
+load("trained").save_pretrained(root / "trained_again")
+save_file({name: value.contiguous() for name, value in results.items()}, root / "second.safetensors")
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`saved`, made here, and what the two processes make of it."""
+    root = tmp_path_factory.mktemp("hub")
+    model = tiny_model()
+    model.generation_config.confidence_threshold = 0.55
+    model.save_pretrained(root / "saved")
+    letter_tokenizer().save_pretrained(root / "saved")
+    blocked = {"PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"}
+    environment = {name: value for name, value in os.environ.items() if name not in blocked}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home"), "PYTHONWARNINGS": "ignore"}
+    for script in (FIRST, SECOND):
+        command = [sys.executable, "-c", script, str(root), PROMPT]
+        # In its own empty folder, so that nothing of the checkout is importable by accident.
+        (root / "elsewhere").mkdir(exist_ok=True)
+        done = subprocess.run(command, cwd=root / "elsewhere", env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return root
+
+
+def outcome(model, name: str) -> dict[str, torch.Tensor]:
+    """What the processes record, by a model here."""
+    inputs = letter_tokenizer()(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"], prompt_lengths=torch.tensor([3]), block_size=4).logits
+    tokens = model.generate(**inputs, max_new_tokens=10)
+    vanilla = model.generate(**inputs, max_new_tokens=10, decoding="vanilla")
+    return {f"{name}.logits": logits, f"{name}.tokens": tokens, f"{name}.vanilla": vanilla}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names, tolerance: float = 0.0):
+    for name in names:
+        for kind in ("logits", "tokens", "vanilla"):
+            a, b = actual[f"{name}.{kind}"], expected[f"{name}.{kind}"]
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=f"{name}.{kind} differs")
+
+
+@pytest.mark.parametrize("name", ["saved", "trained", "trained_again", "merged"])
+def test_a_saved_folder_holds_weights_configs_and_exactly_the_code(folder, name):
+    """`trained` and `merged` were saved by models loaded from a folder, `trained_again` by one loaded from that."""
+    path = folder / name
+    assert {file.name for file in path.glob("*.py")} == CODE_FILES
+    for file in CODE_FILES:
+        assert (path / file).read_text() == (folder / "saved" / file).read_text()
+    assert (path / "model.safetensors").exists()
+    config = json.loads((path / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_d2f_llada.D2FLLaDAConfig",
+        "AutoModel": "modeling_d2f_llada.D2FLLaDAForBlockDiffusion",
+        "AutoModelForCausalLM": "modeling_d2f_llada.D2FLLaDAForBlockDiffusion",
+    }
+    assert config["architectures"] == ["D2FLLaDAForBlockDiffusion"]
+    generation_config = json.loads((path / "generation_config.json").read_text())
+    assert generation_config["decoding"] == "d2f"
+    assert generation_config["confidence_threshold"] == 0.55
+
+
+def test_the_code_in_a_saved_folder_is_the_code_here(folder):
+    import d2f_hf.modeling
+
+    source = Path(d2f_hf.modeling.__file__).parent
+    for file in CODE_FILES:
+        assert (folder / "saved" / file).read_text() == (source / file).read_text()
+    assert {file.name for file in source.glob("*.py")} >= CODE_FILES
+
+
+def test_without_the_package_logits_and_tokens_are_the_same(folder):
+    first = load_file(folder / "first.safetensors")
+    model = D2FLLaDAForBlockDiffusion.from_pretrained(folder / "saved").eval()
+    here = outcome(model, "saved")
+    assert_same(first, here, ["saved"])
+    assert_same(
+        {k.replace("saved_auto_model", "saved"): v for k, v in first.items() if "auto_model" in k}, here, ["saved"]
+    )
+
+
+def test_a_training_step_survives_saving_and_another_process(folder):
+    first, second = load_file(folder / "first.safetensors"), load_file(folder / "second.safetensors")
+    assert first["loss"].isfinite() and not first["trained.logits"].equal(first["saved.logits"])
+    assert_same(second, first, ["trained"])
+    assert_same(
+        outcome(D2FLLaDAForBlockDiffusion.from_pretrained(folder / "trained").eval(), "trained"), first, ["trained"]
+    )
+
+
+def test_an_adapter_and_its_merged_model_survive_saving_and_another_process(folder):
+    first, second = load_file(folder / "first.safetensors"), load_file(folder / "second.safetensors")
+    assert not torch.allclose(first["adapter.logits"], first["saved.logits"], atol=0.1), (
+        "an adapter that does something"
+    )
+    assert_same(second, first, ["adapter", "merged"])
+    assert_same({k.replace("merged", "adapter"): v for k, v in first.items()}, first, ["adapter"], tolerance=1e-4)
+
+
+# ---- adapters, here ----
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_adapter_generates_merges_saves_and_reloads(task_type, tied, tmp_path):
+    tiny_model(weight_tying=tied).save_pretrained(tmp_path / "base")
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+    torch.manual_seed(0)
+    lora = get_peft_model(base(), LoraConfig(**LORA, task_type=task_type)).eval()
+    expected = outcome(lora, "x")
+    assert not torch.allclose(expected["x.logits"], outcome(base(), "x")["x.logits"], atol=0.1)
+    ids = letter_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
+    for way in ({"input_ids": ids}, {"inputs": ids}):
+        if task_type is None or "input_ids" in way:
+            tokens = lora.generate(**way, decoding="d2f", max_new_tokens=10)
+            assert tokens.equal(expected["x.tokens"])
+    with pytest.raises(ValueError, match="confidence_treshold"):
+        lora.generate(input_ids=ids, confidence_treshold=0.5)
+
+    lora.save_pretrained(tmp_path / "adapter")
+    assert_same(outcome(PeftModel.from_pretrained(base(), tmp_path / "adapter").eval(), "x"), expected, ["x"])
+    if task_type is not None:
+        assert_same(
+            outcome(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval(), "x"), expected, ["x"]
+        )
+    with lora.disable_adapter():
+        assert outcome(lora, "x")["x.logits"].equal(outcome(base(), "x")["x.logits"])
+
+    merged = lora.merge_and_unload()
+    assert type(merged) is D2FLLaDAForBlockDiffusion
+    merged_outcome = outcome(merged, "x")
+    assert_same(merged_outcome, expected, ["x"], tolerance=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    for auto_class in (AutoModelForCausalLM, AutoModel):
+        assert_same(outcome(auto_class.from_pretrained(tmp_path / "merged").eval(), "x"), merged_outcome, ["x"])
+
+
+def test_merging_in_bfloat16_stays_close():
+    torch.manual_seed(0)
+    lora = get_peft_model(tiny_model().to(torch.bfloat16), LoraConfig(**LORA)).eval()
+    ids = torch.randint(0, PAD, (1, 8))
+    with torch.no_grad():
+        before = lora(input_ids=ids).logits
+        after = lora.merge_and_unload()(input_ids=ids).logits
+    assert after.dtype == torch.bfloat16
+    assert (after - before).abs().max() < 0.05 * before.abs().max()
