@@ -1,4 +1,4 @@
-"""`D2FTrainer` on tiny models: the loss of the reference, the teacher, batches however they are cut, interrupted runs."""
+"""`D2FTrainer` on tiny models: the reference's loss, the teacher, batches however they are cut, interrupted runs."""
 
 import json
 import os
@@ -240,17 +240,47 @@ def test_another_epoch_or_seed_gives_other_noise_and_the_same_gives_the_same():
     assert not torch.equal(first, noising(seed=1)(rows)["is_masked"])
 
 
-def test_clean_prefixes_are_clean_and_leave_the_loss():
-    rows = [tiny_dataset()[i] for i in range(16)]
-    options = {"objective": "masked_diffusion", "mask_ratio_low": 1.0, "mask_ratio_high": 1.0}
-    batch = noising(clean_prefix_probability=1.0, **options)(rows)
-    plain = noising(**options)(rows)
-    assert batch["is_masked"].sum() < plain["is_masked"].sum()
-    for b in range(16):
-        masked = batch["is_masked"][b].nonzero().flatten().tolist()
-        ends = int(plain["is_masked"][b].nonzero().max())
-        assert masked == list(range(masked[0], ends + 1))  # everything behind the clean part
-        assert torch.equal(batch["labels"][b] != -100, batch["is_masked"][b])
+def test_rows_that_look_as_in_decoding_have_a_clean_part_a_block_of_noise_and_masks():
+    rows = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}] * 1
+    for seed in range(12):
+        options = {"objective": "masked_diffusion", "mask_ratio_low": 0.5, "mask_ratio_high": 0.5, "seed": seed}
+        batch = noising(decoding_probability=1.0, **options)(rows)
+        clean = noising().collate(rows)["input_ids"][0]
+        in_loss = (batch["labels"][0] != -100).nonzero().flatten().tolist()
+        start, end = in_loss[0], in_loss[-1] + 1
+        assert in_loss == list(range(start, end)) and end == min(start + 4, len(clean))
+        assert torch.equal(batch["input_ids"][0, :start], clean[:start])
+        assert (batch["input_ids"][0, end:] == MASK).all() and not batch["is_masked"][0, end:].any()
+        assert torch.equal(batch["is_masked"][0, start:end], batch["input_ids"][0, start:end] == MASK)
+        assert (batch["mask_ratios"][0, start:end] == 0.5).all()
+
+
+def test_causal_rows_give_the_loss_of_an_autoregressive_model(tmp_path):
+    model = tiny_model(right_shift_logits=True)
+    args = arguments(tmp_path, objective="masked_diffusion", causal_probability=1.0)
+    trainer = D2FTrainer(model, args, train_dataset=tiny_dataset())
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    assert batch["is_causal"].all() and not (batch["input_ids"] == MASK).any()
+    loss = trainer.compute_loss(model.eval(), dict(batch)).item()
+
+    total, count = 0.0, 0
+    for b in range(4):
+        length, prompt_length = int(batch["attention_mask"][b].sum()), int(batch["prompt_lengths"][b])
+        for i in range(prompt_length, length):  # each token from a sequence that ends just before it
+            logits = model(input_ids=batch["input_ids"][b : b + 1, :i], attention_mask=_causal(i)).logits[0, -1]
+            total -= logits.log_softmax(-1)[batch["input_ids"][b, i]].item()
+            count += 1
+    assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def _causal(length: int) -> torch.Tensor:
+    return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+
+
+def test_causal_rows_need_logits_that_are_one_position_ahead(tmp_path):
+    args = arguments(tmp_path, objective="masked_diffusion", causal_probability=0.5)
+    with pytest.raises(ValueError, match="causal_probability"):
+        D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
 
 
 def test_the_trainer_changes_the_noise_with_each_epoch(tmp_path):
@@ -314,7 +344,9 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     def trained(folder, max_steps, resume):
-        args = arguments(folder, max_steps=max_steps, save_strategy="steps", save_steps=3, lr_scheduler_type="constant")
+        args = arguments(
+            folder, max_steps=max_steps, save_strategy="steps", save_steps=3, lr_scheduler_type="constant"
+        )
         trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
         trainer.train(resume_from_checkpoint=resume)
         return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -368,7 +400,8 @@ def test_raw_examples_are_tokenized_with_the_tokenizer(tmp_path):
         ({"weighting": "none"}, "weighting"),
         ({"mask_ratio_low": 0.8, "mask_ratio_high": 0.5}, "mask_ratio_low"),
         ({"mask_ratio_high": 1.5}, "mask_ratio_high"),
-        ({"clean_prefix_probability": 2.0}, "clean_prefix_probability"),
+        ({"decoding_probability": 2.0, "objective": "masked_diffusion"}, "decoding_probability"),
+        ({"decoding_probability": 0.5}, "decoding_probability"),
         ({"block_size": 0}, "block_size"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
     ],
@@ -400,7 +433,8 @@ args = arguments({folder!r}, per_device_train_batch_size=4)
 trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), peft_config=without_dropout())
 trainer.train()
 if args.process_index == 0:
-    print("LOSSES", json.dumps([losses_of(trainer), [e["grad_norm"] for e in trainer.state.log_history if "loss" in e]]))
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+    print("LOSSES", json.dumps([losses_of(trainer), norms]))
 """
 
 

@@ -39,8 +39,8 @@ BATCH_SIZE = 64
 GROUP = 32 * BATCH_SIZE
 BLOCK_SIZE = 16
 TWIN_PROBLEMS = 288_000
-TEACHER_PROBLEMS = 192_000
-STUDENT_PROBLEMS = 60_000
+TEACHER_PROBLEMS = 217_600
+STUDENT_PROBLEMS = 44_800
 LONG_TAIL = 256  # response tokens of the few batches that teach what stands far behind the end of a solution
 
 
@@ -53,7 +53,7 @@ def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long
 
     Batches hold problems of similar length, in random order: they are cut from shuffled runs of `GROUP` problems that
     are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made. With
-    `long_tails` the responses of one batch in sixteen go on with EOS tokens up to `LONG_TAIL`.
+    `long_tails` the responses of one batch in 32 go on with EOS tokens up to `LONG_TAIL`.
     """
     return Dataset.from_generator(
         _generate_in_batches,
@@ -75,7 +75,7 @@ def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: i
         for number, batch in enumerate(batches):
             for input_ids in batch:
                 prompt_length = input_ids.index(answer_starts) + 1
-                if long_tails and number % 16 == 0:
+                if long_tails and number % 32 == 0:
                     missing = LONG_TAIL - (len(input_ids) - prompt_length)
                     input_ids = input_ids + [tokenizer.eos_token_id] * missing
                 yield {"input_ids": input_ids, "prompt_length": prompt_length}
@@ -213,15 +213,17 @@ def teacher_from_twin(tokenizer: PreTrainedTokenizerBase) -> D2FLLaDAForBlockDif
 
 
 def train_teacher() -> None:
-    """The bidirectional diffusion model: LLaDA's objective, with a clean prefix in half of the rows."""
+    """The bidirectional diffusion model: LLaDA's objective, most rows as they look in decoding."""
     tokenizer = load_tokenizer()
     set_seed(SEED)
     args = D2FTrainingArguments(
         **common_arguments("teacher"),
         objective="masked_diffusion",
-        mask_ratio_low=0.1,
-        clean_prefix_probability=0.5,
-        learning_rate=1.5e-3,
+        block_size=BLOCK_SIZE,
+        mask_ratio_low=0.2,
+        decoding_probability=0.6,
+        causal_probability=0.3,
+        learning_rate=6e-4,  # higher ones destroy the arithmetic that comes with the weights
         warmup_steps=100,
     )
     trainer = D2FTrainer(

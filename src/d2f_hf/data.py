@@ -263,9 +263,13 @@ class D2FNoisingCollator:
         mask_ratio_low (`float`), mask_ratio_high (`float`):
             Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
             (low, high].
-        clean_prefix_probability (`float`, *optional*, defaults to 0.0):
-            Share of the rows whose response is left clean up to a uniformly drawn place: what a model sees that
-            decodes from left to right.
+        decoding_probability (`float`, *optional*, defaults to 0.0):
+            For `"masked_diffusion"`: share of the rows that look as in block by block decoding. Up to a uniformly
+            drawn place the response is clean, the next `block_size` tokens are masked with the row's ratio, and the
+            rest is masked and not in the loss.
+        causal_probability (`float`, *optional*, defaults to 0.0):
+            For `"masked_diffusion"` of a model whose logits are one position ahead: share of the rows with nothing
+            masked and causal attention, on which each token is predicted from those before it.
         seed (`int`, *optional*, defaults to 0):
             Seed of the noise.
         epoch (`int`, *optional*, defaults to 0):
@@ -277,7 +281,8 @@ class D2FNoisingCollator:
     mask_token_id: int
     mask_ratio_low: float
     mask_ratio_high: float
-    clean_prefix_probability: float = 0.0
+    decoding_probability: float = 0.0
+    causal_probability: float = 0.0
     seed: int = 0
     epoch: int = 0
 
@@ -287,16 +292,17 @@ class D2FNoisingCollator:
 
         Returns:
             `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`,
-            `prompt_lengths` `[B]`, `is_masked` `[B, L]` bool, `mask_ratios` `[B, L]` (of each token), and `labels`
-            `[B, L]`: the true tokens that the loss is averaged over (distillation: the masked ones; masked diffusion:
-            all that could have been masked), -100 elsewhere.
+            `prompt_lengths` `[B]`, `is_causal` `[B]` bool, `is_masked` `[B, L]` bool (the tokens to predict),
+            `mask_ratios` `[B, L]`, and `labels` `[B, L]`: the true tokens the loss is averaged over (distillation:
+            those to predict; masked diffusion: all that could have been), -100 elsewhere.
         """
         batch = self.collate(features)
         input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
         sequence_length, block_size = input_ids.shape[1], self.collate.block_size
         lengths = batch["attention_mask"].sum(-1)
         position = torch.arange(sequence_length)
-        maskable = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+        in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+        maskable, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool)
         noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(maskable)
         ratios = torch.zeros(input_ids.shape)
         generators = [self._generator(list(feature["input_ids"])) for feature in features]
@@ -313,13 +319,23 @@ class D2FNoisingCollator:
                     num_blocks[None], low=self.mask_ratio_low, high=self.mask_ratio_high, generator=generator
                 )
                 ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
-            starts_clean, where = torch.rand(2, generator=generator)
-            if starts_clean < self.clean_prefix_probability:
-                maskable[b] &= position >= prompt_lengths[b] + (where * (lengths[b] - prompt_lengths[b])).long()
+            in_loss = maskable[b].clone()
+            is_decoding, where = torch.rand(2, generator=generator)
+            if is_decoding < self.decoding_probability:
+                start = prompt_lengths[b] + (where * (lengths[b] - prompt_lengths[b])).long()
+                maskable[b] &= position >= start
+                ratios[b, start + block_size :] = 1.0
+                in_loss = maskable[b] & (position < start + block_size)
             row = slice(b, b + 1)
             noisy_ids[row], is_masked[row] = mask_tokens(
                 input_ids[row], maskable[row], ratios[row], self.mask_token_id, generator
             )
+            is_causal[b] = torch.rand((), generator=generator) < self.causal_probability
+            if is_causal[b]:
+                noisy_ids[b], ratios[b] = input_ids[b], 1.0
+                in_loss = is_masked[b] = in_response[b]
+            is_masked[b] &= in_loss
+            maskable[b] = in_loss
         counted = is_masked if self.objective == "distillation" else maskable
         return {
             "input_ids": noisy_ids,
@@ -327,6 +343,7 @@ class D2FNoisingCollator:
             "prompt_lengths": prompt_lengths,
             "is_masked": is_masked,
             "mask_ratios": ratios,
+            "is_causal": is_causal,
             "labels": input_ids.masked_fill(~counted, -100),
         }
 

@@ -67,6 +67,11 @@ class D2FTrainer(Trainer):
         if args.block_size is None:
             args.block_size = config.block_size
         is_distillation = args.objective == "distillation"
+        if args.causal_probability > 0.0 and not config.right_shift_logits:
+            raise ValueError(
+                f"`causal_probability` (got {args.causal_probability}) needs a model with "
+                "`config.right_shift_logits`: other logits predict a token that they have seen. Leave it out."
+            )
         if peft_config is not None and isinstance(model, PeftModel):
             raise ValueError("`peft_config` must be None for a model that has an adapter already. Leave it out.")
         if teacher_model is not None and not is_distillation:
@@ -92,7 +97,8 @@ class D2FTrainer(Trainer):
             mask_token_id=config.mask_token_id,
             mask_ratio_low=args.mask_ratio_low,
             mask_ratio_high=args.mask_ratio_high,
-            clean_prefix_probability=args.clean_prefix_probability,
+            decoding_probability=args.decoding_probability,
+            causal_probability=args.causal_probability,
             seed=args.data_seed if args.data_seed is not None else args.seed,
         )
         self.right_shift_logits: bool = config.right_shift_logits
@@ -136,6 +142,8 @@ class D2FTrainer(Trainer):
         sequence = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
         sequence["logits_to_keep"] = predicting_positions(is_masked, self.right_shift_logits)
         if self.args.objective == "masked_diffusion":
+            if self.args.causal_probability > 0.0:
+                sequence["attention_mask"] = _causal_where(inputs["is_causal"], inputs["attention_mask"])
             logits = model(**sequence).logits  # [M, V]
             loss = masked_diffusion_loss(
                 logits, inputs["labels"][is_masked], mask_ratios, num_items=num_items_in_batch
@@ -171,6 +179,14 @@ class D2FTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach().mean(), None, None
+
+
+def _causal_where(is_causal: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """A `[B, 1, L, L]` mask: padding is not seen, and rows with `is_causal` `[B]` do not see what comes later."""
+    length = attention_mask.shape[1]
+    no_future = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    allowed = attention_mask.bool()[:, None, :] & (no_future | ~is_causal[:, None, None])  # [B, L, L]
+    return allowed[:, None]
 
 
 class _AsTeacher:

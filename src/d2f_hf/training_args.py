@@ -26,8 +26,12 @@ class D2FTrainingArguments(TrainingArguments):
             Longest prompt and response together, in tokens; responses are cut there. No limit by default.
         mask_ratio_low (`float`, *optional*), mask_ratio_high (`float`, *optional*):
             Bounds of the mask ratios: 0.2 and 0.7 by default for distillation, 0 and 1 for masked diffusion.
-        clean_prefix_probability (`float`, *optional*, defaults to 0.0):
-            Share of the rows whose response is left clean up to a uniformly drawn place.
+        decoding_probability (`float`, *optional*, defaults to 0.0):
+            For masked diffusion: share of the rows that look as in block by block decoding, see
+            [`D2FNoisingCollator`].
+        causal_probability (`float`, *optional*, defaults to 0.0):
+            For masked diffusion of a model that starts from an autoregressive one: share of the rows that are trained
+            as that one was, with causal attention and nothing masked, so that it is not forgotten.
         divergence (`str`, *optional*, defaults to `"cross_entropy"`):
             For distillation, see [`~losses.token_divergence`].
         weighting (`str`, *optional*, defaults to `"inverse_mask_ratio"`):
@@ -44,8 +48,11 @@ class D2FTrainingArguments(TrainingArguments):
     max_length: int | None = field(default=None, metadata={"help": "Longest prompt and response together, in tokens."})
     mask_ratio_low: float | None = field(default=None, metadata={"help": "Lower bound of the mask ratios."})
     mask_ratio_high: float | None = field(default=None, metadata={"help": "Upper bound of the mask ratios."})
-    clean_prefix_probability: float = field(
-        default=0.0, metadata={"help": "Share of the rows whose response is left clean up to a random place."}
+    decoding_probability: float = field(
+        default=0.0, metadata={"help": "Masked diffusion: share of the rows that look as in block by block decoding."}
+    )
+    causal_probability: float = field(
+        default=0.0, metadata={"help": "Masked diffusion: share of the rows trained autoregressively."}
     )
     divergence: str = field(default="cross_entropy", metadata={"help": f"One of {', '.join(DIVERGENCES)}."})
     weighting: str = field(default="inverse_mask_ratio", metadata={"help": f"One of {', '.join(WEIGHTINGS)}."})
@@ -75,11 +82,14 @@ class D2FTrainingArguments(TrainingArguments):
                 "`mask_ratio_low` and `mask_ratio_high` must satisfy 0 <= low <= high <= 1 and high > 0, "
                 f"got {self.mask_ratio_low} and {self.mask_ratio_high}. They are shares of masked tokens."
             )
-        if not 0.0 <= self.clean_prefix_probability <= 1.0:
-            raise ValueError(
-                f"`clean_prefix_probability` must be in [0, 1], got {self.clean_prefix_probability}. "
-                "It is a share of rows."
-            )
+        for name in ("decoding_probability", "causal_probability"):
+            share = getattr(self, name)
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"`{name}` must be in [0, 1], got {share}. It is a share of rows.")
+            if share > 0.0 and self.objective != "masked_diffusion":
+                raise ValueError(
+                    f"`{name}` (got {share}) has no meaning with objective={self.objective!r}. Leave it out."
+                )
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(
                 f"`block_size` must be at least 1, got {self.block_size}. Leave it out for the model's own."
