@@ -9,6 +9,7 @@ Data order, initial weights and noise follow from SEED; the log of each stage is
 """
 
 import argparse
+import hashlib
 import json
 import random
 from functools import partial
@@ -284,6 +285,14 @@ def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
     tokenizer.save_pretrained(folder)
     for unwanted in (*folder.glob("*.py"), *folder.glob("README.md")):
         unwanted.unlink()
+    write_manifest()
+
+
+def write_manifest() -> None:
+    """SHA256SUMS of tokenizer and weights, as `sha256sum --check` reads it."""
+    files = [HERE / "tokenizer" / "tokenizer.json", *sorted(HERE.glob("*/*.safetensors"))]
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(HERE)}\n" for file in files]
+    (HERE / "SHA256SUMS").write_text("".join(lines))
 
 
 STAGES = {"twin": train_twin, "teacher": train_teacher, "student": train_student}
