@@ -255,6 +255,19 @@ def test_rows_that_look_as_in_decoding_have_a_clean_part_a_block_of_noise_and_ma
         assert (batch["mask_ratios"][0, start:end] == 0.5).all()
 
 
+def test_distillation_rows_that_look_as_in_decoding_start_with_clean_blocks():
+    row = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}]
+    starts = set()
+    for seed in range(30):
+        options = {"mask_ratio_low": 1.0, "mask_ratio_high": 1.0, "seed": seed}
+        batch = noising(decoding_probability=1.0, **options)(row)
+        masked = batch["is_masked"][0].nonzero().flatten().tolist()
+        length = int(batch["attention_mask"].sum())
+        assert masked == list(range(masked[0], length))  # everything from the first masked block on
+        starts.add(masked[0])
+    assert starts == {1, 5, 9, 13, 17, 21}
+
+
 def test_causal_rows_give_the_loss_of_an_autoregressive_model(tmp_path):
     model = tiny_model(right_shift_logits=True)
     args = arguments(tmp_path, objective="masked_diffusion", causal_probability=1.0)
@@ -401,7 +414,7 @@ def test_raw_examples_are_tokenized_with_the_tokenizer(tmp_path):
         ({"mask_ratio_low": 0.8, "mask_ratio_high": 0.5}, "mask_ratio_low"),
         ({"mask_ratio_high": 1.5}, "mask_ratio_high"),
         ({"decoding_probability": 2.0, "objective": "masked_diffusion"}, "decoding_probability"),
-        ({"decoding_probability": 0.5}, "decoding_probability"),
+        ({"causal_probability": 0.5}, "causal_probability"),
         ({"block_size": 0}, "block_size"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
     ],

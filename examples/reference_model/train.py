@@ -246,8 +246,9 @@ def train_student() -> None:
     )
     args = D2FTrainingArguments(
         **{**common_arguments("student"), "torch_compile": False},  # two graphs, and few steps to pay for them
-        mask_ratio_low=0.3,
+        mask_ratio_low=0.2,
         mask_ratio_high=1.0,
+        decoding_probability=0.7,
         learning_rate=2e-3,
         warmup_steps=50,
     )

@@ -264,9 +264,10 @@ class D2FNoisingCollator:
             Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
             (low, high].
         decoding_probability (`float`, *optional*, defaults to 0.0):
-            For `"masked_diffusion"`: share of the rows that look as in block by block decoding. Up to a uniformly
-            drawn place the response is clean, the next `block_size` tokens are masked with the row's ratio, and the
-            rest is masked and not in the loss.
+            Share of the rows that look as in decoding. `"distillation"`: the blocks before a uniformly drawn one are
+            clean, and the ratios rise from there. `"masked_diffusion"`: up to a uniformly drawn place the response is
+            clean, the next `block_size` tokens are masked with the row's ratio, and the rest is masked and not in the
+            loss.
         causal_probability (`float`, *optional*, defaults to 0.0):
             For `"masked_diffusion"` of a model whose logits are one position ahead: share of the rows with nothing
             masked and causal attention, on which each token is predicted from those before it.
@@ -311,24 +312,30 @@ class D2FNoisingCollator:
             spread = random_mask_ratio(len(input_ids), generator=of_batch)
             row_ratios = self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * spread  # [B]
         for b, generator in enumerate(generators):
+            response_length = lengths[b] - prompt_lengths[b]
             if self.objective == "masked_diffusion":
-                ratios[b] = row_ratios[b]
+                block_ratios = row_ratios[b].expand(1, -(-int(response_length) // block_size))
             else:
-                num_blocks = -(-(lengths[b] - prompt_lengths[b]) // block_size)
                 block_ratios = rising_mask_ratios(
-                    num_blocks[None], low=self.mask_ratio_low, high=self.mask_ratio_high, generator=generator
-                )
-                ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
-            in_loss = maskable[b].clone()
+                    -(-response_length[None] // block_size),
+                    low=self.mask_ratio_low,
+                    high=self.mask_ratio_high,
+                    generator=generator,
+                )  # [1, N]
+            in_loss = in_response[b].clone()
             is_decoding, where = torch.rand(2, generator=generator)
-            if is_decoding < self.decoding_probability:
-                start = prompt_lengths[b] + (where * (lengths[b] - prompt_lengths[b])).long()
-                maskable[b] &= position >= start
+            ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
+            if is_decoding < self.decoding_probability and self.objective == "masked_diffusion":
+                start = prompt_lengths[b] + (where * response_length).long()
+                ratios[b, :start] = 0.0
                 ratios[b, start + block_size :] = 1.0
-                in_loss = maskable[b] & (position < start + block_size)
+                in_loss &= (position >= start) & (position < start + block_size)
+            elif is_decoding < self.decoding_probability:
+                clean = (where * block_ratios.shape[1]).long() * block_size
+                ratios[b] = torch.cat([torch.zeros(int(clean)), ratios[b]])[:sequence_length]
             row = slice(b, b + 1)
             noisy_ids[row], is_masked[row] = mask_tokens(
-                input_ids[row], maskable[row], ratios[row], self.mask_token_id, generator
+                input_ids[row], in_response[row], ratios[row], self.mask_token_id, generator
             )
             is_causal[b] = torch.rand((), generator=generator) < self.causal_probability
             if is_causal[b]:

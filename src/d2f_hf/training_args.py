@@ -27,7 +27,7 @@ class D2FTrainingArguments(TrainingArguments):
         mask_ratio_low (`float`, *optional*), mask_ratio_high (`float`, *optional*):
             Bounds of the mask ratios: 0.2 and 0.7 by default for distillation, 0 and 1 for masked diffusion.
         decoding_probability (`float`, *optional*, defaults to 0.0):
-            For masked diffusion: share of the rows that look as in block by block decoding, see
+            Share of the rows that look as in decoding: clean up to some place, noisy from there. See
             [`D2FNoisingCollator`].
         causal_probability (`float`, *optional*, defaults to 0.0):
             For masked diffusion of a model that starts from an autoregressive one: share of the rows that are trained
@@ -48,9 +48,7 @@ class D2FTrainingArguments(TrainingArguments):
     max_length: int | None = field(default=None, metadata={"help": "Longest prompt and response together, in tokens."})
     mask_ratio_low: float | None = field(default=None, metadata={"help": "Lower bound of the mask ratios."})
     mask_ratio_high: float | None = field(default=None, metadata={"help": "Upper bound of the mask ratios."})
-    decoding_probability: float = field(
-        default=0.0, metadata={"help": "Masked diffusion: share of the rows that look as in block by block decoding."}
-    )
+    decoding_probability: float = field(default=0.0, metadata={"help": "Share of the rows that look as in decoding."})
     causal_probability: float = field(
         default=0.0, metadata={"help": "Masked diffusion: share of the rows trained autoregressively."}
     )
@@ -86,10 +84,11 @@ class D2FTrainingArguments(TrainingArguments):
             share = getattr(self, name)
             if not 0.0 <= share <= 1.0:
                 raise ValueError(f"`{name}` must be in [0, 1], got {share}. It is a share of rows.")
-            if share > 0.0 and self.objective != "masked_diffusion":
-                raise ValueError(
-                    f"`{name}` (got {share}) has no meaning with objective={self.objective!r}. Leave it out."
-                )
+        if self.causal_probability > 0.0 and self.objective != "masked_diffusion":
+            raise ValueError(
+                f"`causal_probability` (got {self.causal_probability}) has no meaning with "
+                f"objective={self.objective!r}. Leave it out."
+            )
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(
                 f"`block_size` must be at least 1, got {self.block_size}. Leave it out for the model's own."
