@@ -34,7 +34,7 @@ from d2f_hf import D2FDataCollator, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, D
 from word_problems import make_problem
 
 HERE = Path(__file__).parent
-RUNS = Path("runs/reference_model")  # checkpoints; not committed
+RUNS = HERE.parents[1] / "runs" / "reference_model"  # checkpoints; not committed
 SEED = 0
 BATCH_SIZE = 64
 GROUP = 32 * BATCH_SIZE
@@ -56,11 +56,13 @@ def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long
     are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made. With
     `long_tails` the responses of one batch in 32 go on with EOS tokens up to `LONG_TAIL`.
     """
+    sources = (Path(__file__), HERE / "word_problems.py", HERE / "tokenizer" / "tokenizer.json")
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     return Dataset.from_generator(
         _generate_in_batches,
         gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed, "long_tails": long_tails},
         cache_dir=str(RUNS / "data"),
-        fingerprint=f"problems-{count}-{seed}-{long_tails}",
+        fingerprint=f"problems-{count}-{seed}-{long_tails}-{version}",
     )
 
 
@@ -100,13 +102,17 @@ def collate_for_twin(examples: list[dict], pad_token_id: int) -> dict[str, torch
 
 
 class JsonLinesLog(TrainerCallback):
-    """Appends every log entry of the Trainer to logs/<stage>.jsonl."""
+    """Appends every log entry of the Trainer to logs/<stage>.jsonl. A resumed run goes on after its checkpoint's."""
 
     def __init__(self, stage: str):
         self.path = HERE / "logs" / f"{stage}.jsonl"
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         self.path.parent.mkdir(exist_ok=True)
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        self.path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state.global_step))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
         with self.path.open("a") as file:
             file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
@@ -260,7 +266,7 @@ def train_student() -> None:
         peft_config=LoraConfig(
             r=32,
             lora_alpha=32,
-            target_modules=["q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "blocks.[0-9]+.ff_out"],
+            target_modules=r".*\.blocks\.\d+\.(q_proj|k_proj|v_proj|attn_out|ff_proj|up_proj|ff_out)",  # not the head
         ),
     )
     run(trainer, "student")
@@ -286,6 +292,10 @@ def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
     tokenizer.save_pretrained(folder)
     for unwanted in (*folder.glob("*.py"), *folder.glob("README.md")):
         unwanted.unlink()
+    config = folder / "config.json"
+    if config.exists():
+        without_code = {key: value for key, value in json.loads(config.read_text()).items() if key != "auto_map"}
+        config.write_text(json.dumps(without_code, indent=2) + "\n")
     write_manifest()
 
 
@@ -296,13 +306,40 @@ def write_manifest() -> None:
     (HERE / "SHA256SUMS").write_text("".join(lines))
 
 
+def count_tokens() -> None:
+    """Prints how many tokens each stage is trained on: all that its sequences hold, EOS tails included, no padding."""
+    tokenizer = load_tokenizer()
+    collate = diffusion_collator(tokenizer)
+    for stage, count, seed in (
+        ("twin", TWIN_PROBLEMS, SEED),
+        ("teacher", TEACHER_PROBLEMS, SEED + 1),
+        ("student", STUDENT_PROBLEMS, SEED + 2),
+    ):
+        rows = training_set(tokenizer, count, seed, long_tails=stage == "teacher")
+        total = 0
+        for first in range(0, count, BATCH_SIZE):
+            batch = [
+                {"input_ids": i, "prompt_length": p}
+                for i, p in zip(*rows[first : first + BATCH_SIZE].values(), strict=True)
+            ]
+            if stage == "twin":
+                total += sum(len(row["input_ids"]) for row in batch)
+            else:
+                total += int(collate(batch)["attention_mask"].sum())
+        print(f"{stage}: {count} problems, {total} tokens")
+
+
 STAGES = {"twin": train_twin, "teacher": train_teacher, "student": train_student}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all of them, in order")
+    parser.add_argument("--count-tokens", action="store_true", help="only print how many tokens each stage sees")
     args = parser.parse_args()
+    if args.count_tokens:
+        count_tokens()
+        return
     for stage in args.stage or STAGES:
         if (HERE / stage / "model.safetensors").exists() or (HERE / stage / "adapter_model.safetensors").exists():
             print(f"{stage}: already made")
