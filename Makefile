@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN ?= .venv/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 PYTHON_FOLDERS := src modeling examples tests
 
@@ -55,7 +56,7 @@ quality: .venv/.installed ## lint, format check, types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/.installed ## measure the reference model: scores, tokens per forward, speed
-	$(BIN)/python examples/reference_model/bench.py
+	$(BIN)/python examples/reference_model/bench.py $(BENCH_ARGS)
 
 reference-model: .venv/.installed ## train the reference model; resumes where it stopped
 	$(BIN)/python examples/reference_model/train.py

@@ -133,6 +133,23 @@ def test_every_module_imports_from_the_wheel_alone(wheel, tmp_path):
     assert int(done.stdout) == len(modules) > 0
 
 
+def test_generation_needs_neither_peft_nor_accelerate_nor_datasets():
+    script = (
+        "import sys\n"
+        "for name in ('peft', 'accelerate', 'datasets'):\n"
+        "    sys.modules[name] = None  # importing it now raises\n"
+        "import d2f_hf, d2f_hf.modeling, d2f_hf.benchmarking\n"
+        "try:\n"
+        "    d2f_hf.D2FTrainer\n"
+        "except ImportError as error:\n"
+        "    assert 'd2f-hf[train]' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('imported without peft')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def forbidden_imports(source: str, siblings: set[str]) -> list[str]:
     """The imports in `source` that remote code may not have, as `line: import`, wherever in the file they stand."""
     allowed = {"torch", "transformers", *sys.stdlib_module_names}

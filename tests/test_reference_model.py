@@ -341,3 +341,17 @@ def test_scripts_say_what_makes_missing_models(tmp_path):
         done = run_script(script, "--models", tmp_path)
         assert done.returncode == 1
         assert "make reference-model" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_table_of_several_runs_has_median_spread_and_whether_all_hold(tmp_path, capsys):
+    paths = []
+    for number, (score, ratio) in enumerate([(91.0, 2.4), (95.0, 3.0), (93.0, 2.6)]):
+        figures = [bench.Figure("score, %", score, 90.0), bench.Figure("ratio", ratio, 2.5), bench.Figure("s", ratio)]
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps({"figures": [figure.as_dict() for figure in figures]}))
+    bench.main(["--table", *map(str, paths)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| score, % | 93.00 | 91.00 to 95.00 | 90 | yes |",
+        "| ratio | 2.60 | 2.40 to 3.00 | 2.5 | no |",
+        "| s | 2.60 | 2.40 to 3.00 |  |  |",
+    ]

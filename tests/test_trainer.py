@@ -430,6 +430,9 @@ def test_models_and_teachers_that_do_not_fit_are_refused(tmp_path):
         D2FTrainer(model, arguments(tmp_path, objective="masked_diffusion"), teacher_model=tiny_model())
     with pytest.raises(ValueError, match="peft_config"):
         D2FTrainer(get_peft_model(model, without_dropout()), arguments(tmp_path), peft_config=without_dropout())
+    with pytest.raises(ValueError, match="data_collator.block_size"):
+        other = D2FDataCollator(block_size=8, eos_token_id=EOS, pad_token_id=PAD)
+        D2FTrainer(tiny_model(), arguments(tmp_path), data_collator=other)
     nameless = tiny_model()
     nameless.config.mask_token_id = None
     with pytest.raises(ValueError, match="mask_token_id"):

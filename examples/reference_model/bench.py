@@ -11,16 +11,18 @@ the weights unless told otherwise; for information the twin is also timed in flo
 Prints a table, and as its last line on stdout one JSON object
 `{"figures": [{"name", "value", "bar", "holds"}], "environment": {...}}`.
 
-Two other runs, each with a JSON object of its own:
+Other runs, the first two with a JSON object of their own:
 
     python examples/reference_model/bench.py --search    # the teacher's best block size, on validation problems
     python examples/reference_model/bench.py --curve     # score against speed: curve.csv and curve.png
+    python examples/reference_model/bench.py --table run0.json run1.json run2.json   # the README's table
 """
 
 import argparse
 import copy
 import csv
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +60,9 @@ class Figure:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    if args.table is not None:
+        print(markdown_table([json.loads(path.read_text()) for path in args.table]))
+        return
     logging.disable_progress_bar()
     try:
         models = load(args.models, args.dtype)
@@ -78,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report["environment"] = {
         **environment(models.student, repository=HERE),
         "batch_size": 1,
+        "teacher_scoring": {"batch_size": SCORING_BATCH_SIZE, "max_new_tokens": SCORING_LENGTH},
         "problems": args.problems,
         "slow_problems": args.slow_problems,
         "seed": args.seed,
@@ -101,6 +107,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="file that gets the JSON object too")
     parser.add_argument("--search", action="store_true", help="only score the teacher with several block sizes")
     parser.add_argument("--curve", type=Path, nargs="?", const=HERE, help="only write curve.csv and .png here")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print reports of some runs as one Markdown table")
     args = parser.parse_args(arguments)
     if args.problems < 1 or args.slow_problems < 1:
         parser.error(f"--problems and --slow-problems must be at least 1: {args.problems}, {args.slow_problems}")
@@ -263,6 +270,19 @@ def print_table(figures: Sequence[Figure]) -> None:
         bar = "" if figure.bar is None else f"{figure.bar:g}"
         holds = {None: "", True: "yes", False: "NO"}[figure.holds]
         print(f"{figure.name:{width}}  {figure.value:9.2f}  {bar:>6}  {holds}")
+
+
+def markdown_table(reports: Sequence[dict]) -> str:
+    """The figures of several runs: their median, and between which values they lie."""
+    lines = ["| | median | lowest to highest | bar | holds |", "| --- | --- | --- | --- | --- |"]
+    for figures in zip(*(report["figures"] for report in reports), strict=True):
+        values = [figure["value"] for figure in figures]
+        first = figures[0]
+        holds = "" if first["bar"] is None else "yes" if all(figure["holds"] for figure in figures) else "no"
+        bar = "" if first["bar"] is None else f"{first['bar']:g}"
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        lines.append(f"| {first['name']} | {statistics.median(values):.2f} | {spread} | {bar} | {holds} |")
+    return "\n".join(lines)
 
 
 def progress(what: str) -> Callable[[int, int], None]:

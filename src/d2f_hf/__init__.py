@@ -36,7 +36,10 @@ _TRAINING = {
 
 def __getattr__(name: str) -> Any:
     if name in _TRAINING:
-        return getattr(importlib.import_module(_TRAINING[name]), name)
+        try:
+            return getattr(importlib.import_module(_TRAINING[name]), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(f'`{name}` needs {error.name}: pip install "d2f-hf[train]"') from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,7 +2,8 @@
 
 # B batch, L sequence, V vocabulary, M masked tokens of the batch
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,11 +39,15 @@ class D2FTrainer(Trainer):
             Another teacher, which allows to distil without an adapter.
         peft_config (`LoraConfig`, *optional*):
             The adapter. By default the paper's: rank 32, alpha 32, dropout 0.1 on the attention projections.
-        kwargs:
-            Further arguments of `Trainer`, such as `callbacks` and `optimizers`.
+        data_collator (`D2FDataCollator`, *optional*):
+            Makes the clean batches; noise is added to them. By default one with the arguments' `block_size` and
+            `eos_tail`.
+        callbacks (`list[TrainerCallback]`, *optional*), kwargs:
+            As in `Trainer`.
 
     Raises:
-        ValueError: If the model has no mask token, or raw datasets come without a tokenizer.
+        ValueError: If the model has no mask token, raw datasets come without a tokenizer, or arguments contradict each
+            other.
     """
 
     # The loss is a sum over the accumulated batch, divided by its number of tokens.
@@ -91,6 +96,11 @@ class D2FTrainer(Trainer):
                 pad_token_id=_first(config.pad_token_id),
                 eos_tail=args.eos_tail,
             )
+        elif data_collator.block_size != args.block_size:
+            raise ValueError(
+                f"`data_collator.block_size` ({data_collator.block_size}) must be the block size of the attention "
+                f"({args.block_size}). Give both the same, with `args.block_size`."
+            )
         noising = D2FNoisingCollator(
             data_collator,
             objective=args.objective,
@@ -106,8 +116,8 @@ class D2FTrainer(Trainer):
             model=model,
             args=args,
             data_collator=noising,
-            train_dataset=_tokenized(train_dataset, processing_class, args),
-            eval_dataset=_tokenized(eval_dataset, processing_class, args),
+            train_dataset=_tokenize_dataset(train_dataset, processing_class, args),
+            eval_dataset=_tokenize_dataset(eval_dataset, processing_class, args),
             processing_class=processing_class,
             callbacks=[_NewNoiseEachEpoch(noising), *(callbacks or [])],
             **kwargs,
@@ -172,7 +182,7 @@ class D2FTrainer(Trainer):
         """Inside it the student computes as the teacher: its adapter is off, and so is dropout."""
         if self.teacher_model is not None:
             return nullcontext()
-        return _AsTeacher(self.accelerator.unwrap_model(model, keep_torch_compile=False))
+        return _as_teacher(self.accelerator.unwrap_model(model, keep_torch_compile=False))
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of an evaluation batch; logits at masked tokens have no common shape to gather."""
@@ -189,21 +199,16 @@ def _causal_where(is_causal: torch.Tensor, attention_mask: torch.Tensor) -> torc
     return allowed[:, None]
 
 
-class _AsTeacher:
-    """Turns the adapter and the dropout of a `PeftModel` off for the duration of a `with` block."""
-
-    def __init__(self, model: nn.Module):
-        self.model: Any = model
-
-    def __enter__(self) -> None:
-        self.was_training = self.model.training
-        self.model.eval()
-        self.adapter_off = self.model.disable_adapter()
-        self.adapter_off.__enter__()
-
-    def __exit__(self, *exception) -> None:
-        self.adapter_off.__exit__(*exception)
-        self.model.train(self.was_training)
+@contextmanager
+def _as_teacher(model: Any) -> Iterator[None]:
+    """Turns the adapter and the dropout of a `PeftModel` off."""
+    was_training = model.training
+    model.eval()
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class _NewNoiseEachEpoch(TrainerCallback):
@@ -214,7 +219,7 @@ class _NewNoiseEachEpoch(TrainerCallback):
         self.noising.epoch = int(state.epoch or 0)
 
 
-def _tokenized(dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: D2FTrainingArguments) -> Any:
+def _tokenize_dataset(dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: D2FTrainingArguments) -> Any:
     """The dataset with `input_ids` and `prompt_length`, tokenizing it if it has neither."""
     columns = getattr(dataset, "column_names", None)
     if dataset is None or not columns or "input_ids" in columns:

@@ -62,11 +62,17 @@ class D2FTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.objective not in OBJECTIVES:
-            raise ValueError(f"`objective` must be one of {OBJECTIVES}, got {self.objective!r}.")
+            raise ValueError(
+                f"`objective` must be one of {OBJECTIVES}, got {self.objective!r}. Leave it out to distil."
+            )
         if self.divergence not in DIVERGENCES:
-            raise ValueError(f"`divergence` must be one of {DIVERGENCES}, got {self.divergence!r}.")
+            raise ValueError(
+                f"`divergence` must be one of {DIVERGENCES}, got {self.divergence!r}. Leave it out for the default."
+            )
         if self.weighting not in WEIGHTINGS:
-            raise ValueError(f"`weighting` must be one of {WEIGHTINGS}, got {self.weighting!r}.")
+            raise ValueError(
+                f"`weighting` must be one of {WEIGHTINGS}, got {self.weighting!r}. Leave it out for the default."
+            )
         if self.remove_unused_columns:
             raise ValueError(
                 "`remove_unused_columns` must be False, got True: it would drop the columns that the collator needs. "
