@@ -35,6 +35,8 @@ def visible_length(
     Returns:
         `torch.LongTensor` of shape `(B, Q)`.
     """
+    if block_size < 1:
+        raise ValueError(f"`block_size` must be at least 1, got {block_size}. Leave it out for the model's own.")
     prompt_lengths = prompt_lengths[:, None]
     # Prompt tokens are in "block -1 or earlier" of the response, which is clamped to: up to the end of the prompt.
     blocks = (torch.div(position_ids - prompt_lengths, block_size, rounding_mode="floor") + 1).clamp(min=0)

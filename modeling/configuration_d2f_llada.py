@@ -24,6 +24,18 @@ _FIXED_OPTIONS = {
     "multi_query_attention": False,
 }
 
+# What it says about training, other code or the default of what is fixed, which is of no use to this class.
+_IGNORED_OPTIONS = (
+    "alibi_bias_max",
+    "attention_layer_norm_with_affine",
+    "flash_attention",
+    "init_cutoff_factor",
+    "init_device",
+    "init_fn",
+    "precision",
+    "rope_full_precision",
+)
+
 
 @strict
 class D2FLLaDAConfig(PreTrainedConfig):
@@ -120,10 +132,7 @@ class D2FLLaDAConfig(PreTrainedConfig):
         if self.mlp_hidden_size is None:
             self.mlp_hidden_size = self.mlp_ratio * self.d_model
         super().__post_init__(**kwargs)
-        # What the original configuration says about training or other code is of no use to this class.
-        for key in ("flash_attention", "init_fn", "init_cutoff_factor", "init_device", "precision", "alibi_bias_max"):
-            self.__dict__.pop(key, None)
-        for key in ("attention_layer_norm_with_affine", "rope_full_precision"):
+        for key in _IGNORED_OPTIONS:
             self.__dict__.pop(key, None)
 
     def validate_architecture(self):

@@ -98,7 +98,9 @@ class D2FGenerationConfig(GenerationConfig):
     def validate(self, *args, **kwargs):
         super().validate(*args, **kwargs)
         if self.decoding is not None and self.decoding not in DECODING_MODES:
-            raise ValueError(f"`decoding` must be one of {DECODING_MODES}, got {self.decoding!r}.")
+            raise ValueError(
+                f"`decoding` must be one of {DECODING_MODES}, got {self.decoding!r}. Leave it out for 'd2f'."
+            )
         if self.token_ranking is not None and self.token_ranking not in TOKEN_RANKINGS:
             raise ValueError(f"`token_ranking` must be one of {TOKEN_RANKINGS}, got {self.token_ranking!r}.")
         for name in ("block_size", "steps"):
@@ -165,17 +167,23 @@ class D2FGenerationOutput(ModelOutput):
 # The rules of the loop. They are functions of tensors, apart from the forward that runs between them.
 
 
-def masked_per_block(is_masked: torch.BoolTensor, block_size: int) -> torch.BoolTensor:
-    """`is_masked` of shape `(B, R)` as blocks `(B, N, K)`; what the last block lacks counts as not masked."""
-    num_blocks = math.ceil(is_masked.shape[1] / block_size)
-    padded = F.pad(is_masked, (0, num_blocks * block_size - is_masked.shape[1]))
-    return padded.view(-1, num_blocks, block_size)
+def as_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`values` of shape `(B, R)` as blocks `(B, N, K)`; what the last block lacks is 0 or `False`."""
+    num_blocks = math.ceil(values.shape[1] / block_size)
+    return F.pad(values, (0, num_blocks * block_size - values.shape[1])).view(-1, num_blocks, block_size)
+
+
+def spread(
+    values: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """`values` of tokens `(M,)` at their places `index` of the responses of `row`, 0 or `False` elsewhere: `shape`."""
+    return values.new_zeros(shape).index_put((row, index), values)
 
 
 def decoded_ratio(is_masked: torch.BoolTensor, block_size: int) -> torch.FloatTensor:
     """The share of each block that is decoded, `(B, N)`, from `is_masked` of shape `(B, R)`."""
-    block_sizes = masked_per_block(torch.ones_like(is_masked[:1]), block_size).sum(-1)  # [1, N]
-    return (block_sizes - masked_per_block(is_masked, block_size).sum(-1)) / block_sizes
+    block_sizes = as_blocks(torch.ones_like(is_masked[:1]), block_size).sum(-1)  # [1, N]
+    return (block_sizes - as_blocks(is_masked, block_size).sum(-1)) / block_sizes
 
 
 def first_index(condition: torch.BoolTensor) -> torch.LongTensor:
@@ -202,7 +210,7 @@ def opened_blocks(
     # Before the first block comes the prompt, which is decoded.
     last_ratio = torch.cat([torch.ones_like(ratio[:, :1]), ratio], dim=1).gather(1, opened[:, None]).squeeze(1)
     has_eos = eos_block < num_blocks
-    may_add = (opened < num_blocks) & ~has_eos & (last_ratio >= block_add_threshold)
+    may_add = (opened < num_blocks) & (last_ratio >= block_add_threshold)
     return torch.where(has_eos, torch.minimum(opened, eos_block + 1), opened + may_add)
 
 
@@ -253,7 +261,7 @@ def choose_tokens(
     """A token for each row of `scores` `(M, V)`, its probability, and its rank value, `(M,)` each."""
     log_normalizer = scores.logsumexp(-1, keepdim=True)
     if do_sample:
-        # What `torch.multinomial` does, without its check for NaN, which waits for the device.
+        # What `torch.multinomial` does, without its check for NaN, which would hide where the NaN comes from.
         probabilities = (scores - log_normalizer).exp()
         tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
         best = scores.gather(-1, tokens)
@@ -363,6 +371,8 @@ class D2FGenerationMixin(GenerationMixin):
             raise ValueError(
                 "`output_scores` and `output_logits` are not available for block diffusion. Leave them out."
             )
+        if generation_config.output_trace and not generation_config.return_dict_in_generate:
+            logger.warning_once("`output_trace` has no effect without `return_dict_in_generate=True`.")
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
         response = Response(
@@ -401,14 +411,14 @@ class D2FGenerationMixin(GenerationMixin):
 
         1. Open a block where the last one is decoded far enough; see which blocks are fully activated.
         2. The window of a row: from its first token that is not in the cache to the end of its last open block.
-        3. Forward, which commits the blocks at the start of the window that it reads complete. The prompt is block 0
-           and final from the start, so the first forward prefills it.
+        3. Forward, which commits the blocks at the start of the window that it reads fully decoded. The prompt is
+           block 0 and final from the start, so the first forward prefills it.
         4. Accept tokens, all from the logits of this one forward.
 
         Returns:
             Forwards of each row `(B,)`, and the trace.
         """
-        block_size = generation_config.block_size or self.config.block_size
+        block_size = self._block_size(generation_config)
         look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
         prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
         device = prompt_lengths.device
@@ -436,7 +446,7 @@ class D2FGenerationMixin(GenerationMixin):
             fed = (end - start) * is_active
             width, num_slots, any_active, was_finite = torch.stack(
                 [fed.max(), end.max(), is_active.any(), is_finite]
-            ).tolist()  # the one time in a step that the host waits for the device
+            ).tolist()  # shapes of this step; the host also waits where masked tokens are picked out below
             if not was_finite:
                 raise ValueError(NOT_FINITE)
             if not self._has_unfinished_sequences(not any_active, synced_gpus, device):
@@ -476,12 +486,12 @@ class D2FGenerationMixin(GenerationMixin):
                 logits, row, index, response, logits_processor, generation_config
             )
             is_finite = probability.isfinite().all()
-            predicted = torch.zeros_like(is_masked)
-            predicted[row, index] = True
+            has_prediction = torch.ones_like(row, dtype=torch.bool)
             accepted = accepted_tokens(
-                masked_per_block(predicted, block_size),
-                self._as_blocks(probability, row, index, is_masked, block_size),
-                self._as_blocks(ranking, row, index, is_masked, block_size),
+                *(
+                    as_blocks(spread(values, row, index, is_masked.shape), block_size)
+                    for values in (has_prediction, probability, ranking)
+                ),
                 is_fully_activated,
                 generation_config.confidence_threshold,
             ).flatten(1)[row, index]
@@ -505,7 +515,7 @@ class D2FGenerationMixin(GenerationMixin):
         its share of the steps; a step accepts the most probable tokens of the block ("low-confidence remasking").
         """
         prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
-        block_size = min(generation_config.block_size or self.config.block_size, limit)
+        block_size = min(self._block_size(generation_config), limit)
         num_blocks = math.ceil(limit / block_size)
         steps = generation_config.steps
         if steps is not None and (steps % num_blocks or limit % block_size):
@@ -546,6 +556,9 @@ class D2FGenerationMixin(GenerationMixin):
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         return torch.full_like(prompt_lengths, num_forward_passes), None
 
+    def _block_size(self, generation_config: D2FGenerationConfig) -> int:
+        return self.config.block_size if generation_config.block_size is None else generation_config.block_size
+
     def _predict(
         self,
         logits: torch.Tensor,
@@ -579,20 +592,6 @@ class D2FGenerationMixin(GenerationMixin):
                 processed.append(logits_processor(prefix.expand(len(own), -1), own))
             scores = torch.cat(processed)
         return choose_tokens(scores, generation_config.do_sample, generation_config.token_ranking)
-
-    @staticmethod
-    def _as_blocks(
-        values: torch.FloatTensor,
-        row: torch.LongTensor,
-        index: torch.LongTensor,
-        like: torch.BoolTensor,
-        block_size: int,
-    ) -> torch.FloatTensor:
-        """Spreads values of masked tokens `(M,)` over the response as blocks `(B, N, K)`."""
-        spread = torch.full(like.shape, -torch.inf, device=values.device)
-        spread[row, index] = values
-        num_blocks = math.ceil(like.shape[1] / block_size)
-        return F.pad(spread, (0, num_blocks * block_size - like.shape[1])).view(-1, num_blocks, block_size)
 
 
 class Response:

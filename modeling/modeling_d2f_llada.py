@@ -335,7 +335,11 @@ class D2FLLaDAModel(D2FLLaDAPreTrainedModel):
                 num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
                 key_positions = torch.arange(num_slots, device=inputs_embeds.device)[None]
             allowed = block_causal_mask(
-                position_ids, prompt_lengths, block_size or self.config.block_size, key_positions, attention_mask
+                position_ids,
+                prompt_lengths,
+                self.config.block_size if block_size is None else block_size,
+                key_positions,
+                attention_mask,
             )
         elif attention_mask is not None:
             allowed = attention_mask.bool()[:, None, None, :]

@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from d2f_hf.modeling.generation_d2f import accepted_tokens, choose_tokens
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,10 +18,11 @@ from transformers import (
     TextDiffusionStreamer,
     TextIteratorStreamer,
     TextStreamer,
+    pipeline,
 )
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
-from golden_data import GOLDEN, ExpectedRun, GoldenRun, expected_until_eos, load_runs
+from golden_data import GOLDEN, TOKEN_RANKINGS, ExpectedRun, GoldenRun, expected_until_eos, load_runs
 from reference_decoding import ReferenceResult, reference_decode
 from tiny_models import (
     EOS,
@@ -155,6 +158,32 @@ def test_a_model_that_predicts_its_mask_token_terminates():
     )
     assert case["mask_token_id_override"] not in output.sequences[0, len(case["prompt"]) :]
     assert output.num_forward_passes[0] <= settings["max_new_tokens"]
+
+
+sample_cases = json.loads((GOLDEN / "sample_tokens.json").read_text())
+
+
+@pytest.mark.parametrize("strategy", ["default", "neg_entropy", "margin_confidence"])
+def test_tokens_probabilities_and_ranks_are_those_of_the_reference(strategy):
+    golden = load_file(GOLDEN / "sample_tokens.safetensors")
+    tokens, probability, ranking = choose_tokens(
+        golden["logits"], do_sample=False, token_ranking=TOKEN_RANKINGS[strategy]
+    )
+    assert tokens.equal(golden[f"{strategy}.x0"])
+    torch.testing.assert_close(probability, golden[f"{strategy}.initial_confidence"])
+    torch.testing.assert_close(ranking, golden[f"{strategy}.confidence"])
+
+
+@pytest.mark.parametrize("case", sample_cases["selection_rule"], ids=lambda case: case["name"])
+def test_accepted_tokens_are_those_of_the_reference(case):
+    accepted = accepted_tokens(
+        is_masked=torch.ones(1, 1, len(case["max_prob"]), dtype=torch.bool),
+        probability=torch.tensor([[case["max_prob"]]]),
+        ranking=torch.tensor([[case["strategy_conf"]]]),
+        is_fully_activated=torch.tensor([[case["is_complete"]]]),
+        confidence_threshold=case["tau_conf"],
+    )
+    assert accepted[0, 0].nonzero().flatten().tolist() == sorted(case["selected"])
 
 
 # ---- against the oracle, on random models ----
@@ -431,20 +460,12 @@ def test_sampling_is_reproducible_by_the_global_seed():
 
 def test_the_confidence_is_the_probability_after_the_processors():
     logits = torch.zeros(9, VOCAB_SIZE)
-    logits[:, 4] = 3.0  # probability 0.34; 0.98 at temperature 0.4
-    for temperature, forwards in ((1.0, 8), (0.4, 1)):
-        output = ScriptedModel(logits).generate(
-            torch.tensor([[0]]),
-            max_new_tokens=8,
-            block_size=8,
-            do_sample=True,
-            top_k=1 if temperature == 1.0 else 0,
-            temperature=temperature,
-            confidence_threshold=0.9,
-            return_dict_in_generate=True,
-        )
-        # top_k = 1 makes every token certain.
-        assert output.num_forward_passes.item() == (1 if temperature == 1.0 else pytest.approx(forwards, abs=3))
+    logits[:, 4] = 3.0  # probability 0.34, and 1 once top_k = 1 has removed the others
+    options = {"max_new_tokens": 8, "block_size": 8, "confidence_threshold": 0.9, "return_dict_in_generate": True}
+    for sampling, num_forward_passes in (({}, 8), ({"do_sample": True, "top_k": 1}, 1)):
+        output = ScriptedModel(logits).generate(torch.tensor([[0]]), **options, **sampling)
+        assert output.sequences.tolist() == [[0] + [4] * 8]
+        assert output.num_forward_passes.item() == num_forward_passes
 
 
 class Recorder(LogitsProcessor):
@@ -808,6 +829,32 @@ def test_two_threads_give_what_they_give_one_after_the_other():
         thread.join()
     for expected, outputs in zip(serial, results, strict=True):
         assert len(outputs) == 4 and all(output.equal(expected) for output in outputs)
+
+
+def test_a_process_that_has_finished_keeps_its_peers_company(monkeypatch):
+    """Under ZeRO-3 every process must call forward until all have finished; what is decoded stays the same."""
+    model, prompt = random_model(), torch.tensor([[1, 2, 3]])
+    alone = model.generate(prompt, max_new_tokens=6, **FULL)
+    extra, calls = [3], []
+
+    def peers_take_three_more(self, this_peer_finished, synced_gpus, device):
+        extra[0] -= this_peer_finished
+        return not this_peer_finished or extra[0] >= 0
+
+    monkeypatch.setattr(type(model), "_has_unfinished_sequences", peers_take_three_more)
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    output = model.generate(prompt, max_new_tokens=6, synced_gpus=True, **FULL)
+    handle.remove()
+    assert len(calls) == alone.num_forward_passes.item() + 3
+    assert output.sequences.equal(alone.sequences) and output.trace == alone.trace
+    assert output.num_forward_passes.equal(alone.num_forward_passes)
+
+
+def test_a_text_generation_pipeline_runs_it():
+    model, tokenizer = streamed_model(), letter_tokenizer()
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    [result] = pipe("aaa", max_new_tokens=48, block_size=8, decoding="d2f", do_sample=False)
+    assert result["generated_text"] == "aaa" + TEXT
 
 
 # ---- vanilla decoding ----

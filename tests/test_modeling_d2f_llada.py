@@ -379,6 +379,13 @@ def test_the_rotary_frequencies_are_right_after_loading_and_after_a_change_of_dt
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, expected)
 
 
+def test_dispatch_by_a_device_map_gives_the_same_logits():
+    pytest.importorskip("accelerate")
+    ids = random_ids(1, 6)
+    dispatched = D2FLLaDAForBlockDiffusion.from_pretrained(GOLDEN / "llada_tiny", device_map={"": "cpu"})
+    assert dispatched(ids).logits.equal(D2FLLaDAForBlockDiffusion.from_pretrained(GOLDEN / "llada_tiny")(ids).logits)
+
+
 def test_another_rope_type_scales_the_frequencies(tmp_path):
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model(rope_parameters=linear)
