@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
@@ -246,14 +245,6 @@ class D2FLLaDAPreTrainedModel(PreTrainedModel):
         "hidden_states": D2FLLaDABlock,
         "attentions": OutputRecorder(D2FLLaDAAttention, index=1),
     }
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, D2FLLaDARotaryEmbedding) and module.rope_type == "default":
-            inv_freq, _ = module.compute_default_rope_parameters(module.config)
-            init.copy_(module.inv_freq, inv_freq)
-            init.copy_(module.original_inv_freq, inv_freq)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.base_model.transformer.wte
