@@ -38,10 +38,11 @@ RUNS = HERE.parents[1] / "runs" / "reference_model"  # checkpoints; not committe
 SEED = 0
 BATCH_SIZE = 64
 GROUP = 32 * BATCH_SIZE
-BLOCK_SIZE = 16
+BLOCK_SIZE = 8  # of D2F
+NOISE_BLOCK_SIZE = 16  # of the teacher's rows that look as in decoding
 TWIN_PROBLEMS = 288_000
 TEACHER_PROBLEMS = 217_600
-STUDENT_PROBLEMS = 44_800
+STUDENT_PROBLEMS = 51_200
 LONG_TAIL = 256  # response tokens of the few batches that teach what stands far behind the end of a solution
 
 
@@ -226,7 +227,7 @@ def train_teacher() -> None:
     args = D2FTrainingArguments(
         **common_arguments("teacher"),
         objective="masked_diffusion",
-        block_size=BLOCK_SIZE,
+        block_size=NOISE_BLOCK_SIZE,
         mask_ratio_low=0.2,
         decoding_probability=0.6,
         causal_probability=0.3,
@@ -237,7 +238,7 @@ def train_teacher() -> None:
         teacher_from_twin(tokenizer),
         args,
         train_dataset=training_set(tokenizer, TEACHER_PROBLEMS, seed=SEED + 1, long_tails=True),
-        data_collator=diffusion_collator(tokenizer),
+        data_collator=diffusion_collator(tokenizer, NOISE_BLOCK_SIZE),
     )
     run(trainer, "teacher")
     save(trainer.model, tokenizer, "teacher")
@@ -262,7 +263,7 @@ def train_student() -> None:
         teacher,
         args,
         train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2),
-        data_collator=diffusion_collator(tokenizer),
+        data_collator=diffusion_collator(tokenizer, BLOCK_SIZE),
         peft_config=LoraConfig(
             r=32,
             lora_alpha=32,
@@ -273,9 +274,9 @@ def train_student() -> None:
     save(trainer.model, tokenizer, "student")
 
 
-def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
+def diffusion_collator(tokenizer: PreTrainedTokenizerBase, block_size: int) -> D2FDataCollator:
     return D2FDataCollator(
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         pad_to_multiple_of=32,
@@ -309,11 +310,10 @@ def write_manifest() -> None:
 def count_tokens() -> None:
     """Prints how many tokens each stage is trained on: all that its sequences hold, EOS tails included, no padding."""
     tokenizer = load_tokenizer()
-    collate = diffusion_collator(tokenizer)
-    for stage, count, seed in (
-        ("twin", TWIN_PROBLEMS, SEED),
-        ("teacher", TEACHER_PROBLEMS, SEED + 1),
-        ("student", STUDENT_PROBLEMS, SEED + 2),
+    for stage, count, seed, block_size in (
+        ("twin", TWIN_PROBLEMS, SEED, None),
+        ("teacher", TEACHER_PROBLEMS, SEED + 1, NOISE_BLOCK_SIZE),
+        ("student", STUDENT_PROBLEMS, SEED + 2, BLOCK_SIZE),
     ):
         rows = training_set(tokenizer, count, seed, long_tails=stage == "teacher")
         total = 0
@@ -322,10 +322,10 @@ def count_tokens() -> None:
                 {"input_ids": i, "prompt_length": p}
                 for i, p in zip(*rows[first : first + BATCH_SIZE].values(), strict=True)
             ]
-            if stage == "twin":
+            if block_size is None:
                 total += sum(len(row["input_ids"]) for row in batch)
             else:
-                total += int(collate(batch)["attention_mask"].sum())
+                total += int(diffusion_collator(tokenizer, block_size)(batch)["attention_mask"].sum())
         print(f"{stage}: {count} problems, {total} tokens")
 
 
