@@ -1,5 +1,6 @@
 """The word problems, their tokenizer, and the scripts of the reference model."""
 
+import hashlib
 import importlib
 import io
 import json
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from d2f_hf import D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
@@ -355,3 +357,67 @@ def test_the_table_of_several_runs_has_median_spread_and_whether_all_hold(tmp_pa
         "| ratio | 2.60 | 2.40 to 3.00 | 2.5 | no |",
         "| s | 2.60 | 2.40 to 3.00 |  |  |",
     ]
+
+
+# ---- what is shipped ----
+
+WEIGHTS = ("twin/model.safetensors", "teacher/model.safetensors", "student/adapter_model.safetensors")
+
+
+def shapes_and_dtypes(path):
+    with safe_open(EXAMPLE / path, framework="pt") as file:
+        slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118, it has no other iterator
+        return [(piece.get_shape(), piece.get_dtype()) for piece in slices]
+
+
+def test_shipped_models_are_small_and_of_one_size():
+    counts = {path: sum(torch.Size(shape).numel() for shape, _ in shapes_and_dtypes(path)) for path in WEIGHTS}
+    assert counts["twin/model.safetensors"] == counts["teacher/model.safetensors"] <= 8_000_000
+    assert counts["teacher/model.safetensors"] + counts["student/adapter_model.safetensors"] <= 8_000_000
+    assert sum((EXAMPLE / path).stat().st_size for path in WEIGHTS) <= 40e6
+
+
+@pytest.mark.parametrize("path", WEIGHTS)
+def test_shipped_weights_are_bfloat16(path):
+    assert {dtype for _, dtype in shapes_and_dtypes(path)} == {"BF16"}
+
+
+def test_shipped_files_are_those_of_the_manifest():
+    manifest = dict(reversed(line.split()) for line in (EXAMPLE / "SHA256SUMS").read_text().splitlines())
+    assert set(WEIGHTS) <= set(manifest)
+    for name, expected in manifest.items():
+        assert hashlib.sha256((EXAMPLE / name).read_bytes()).hexdigest() == expected, name
+
+
+def test_the_student_answers_at_least_four_of_five_test_problems(problems, tokenizer):
+    teacher = D2FLLaDAForBlockDiffusion.from_pretrained(EXAMPLE / "teacher", dtype=torch.float32)
+    student = PeftModel.from_pretrained(teacher, str(EXAMPLE / "student")).merge_and_unload().eval()
+    asked = problems[:20]
+    inputs = tokenizer.apply_chat_template(
+        [problem.messages[:1] for problem in asked],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    sequences = student.generate(**inputs, max_new_tokens=bench.SCORING_LENGTH)
+    answers = tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert bench.score(answers, asked) >= 80
+
+
+def test_the_table_of_the_readme_is_that_of_the_committed_reports():
+    reports = [json.loads(path.read_text()) for path in sorted((EXAMPLE / "reports").glob("run*.json"))]
+    assert reports
+    assert bench.markdown_table(reports) in (EXAMPLE.parents[1] / "README.md").read_text()
+
+
+def test_the_teacher_starts_as_the_twin():
+    """With a causal mask its logits are the twin's."""
+    train = importlib.import_module("train")
+    teacher = train.teacher_from_twin(train.load_tokenizer()).eval()
+    twin = LlamaForCausalLM.from_pretrained(EXAMPLE / "twin", dtype=torch.float32).eval()
+    input_ids = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(0))
+    causal = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = twin(input_ids).logits
+        torch.testing.assert_close(teacher(input_ids, attention_mask=causal).logits, expected, atol=1e-4, rtol=0)
