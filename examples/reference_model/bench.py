@@ -37,7 +37,7 @@ from word_problems import Problem, final_number, make_problems
 MAX_NEW_TOKENS = 256
 SCORING_LENGTH = 112  # the longest solution has 105 tokens, its EOS included
 SCORING_BATCH_SIZE = 32
-SEARCHED_BLOCK_SIZES = (1, 4, 8, 16, 32)
+SEARCHED_BLOCK_SIZES = (1, 2, 4, 8, 16)
 CURVE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 CURVE_BLOCK_SIZES = (8, 16, 32)
 
