@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 HERE = Path(__file__).parent
 WEIGHTS = ("twin/model.safetensors", "teacher/model.safetensors", "student/adapter_model.safetensors")
 # Of the vanilla sampler with one token per step: the best one on validation problems (bench.py --search).
-TEACHER_BLOCK_SIZE = 8
+TEACHER_BLOCK_SIZE = 1
 
 
 @dataclass(frozen=True)
