@@ -2,11 +2,11 @@
 
 The folder is made first: the student's adapter is merged into the teacher and saved with the remote code.
 
-    python examples/reference_model/reference_models.py --output /tmp/d2f-reference-model
+    python examples/reference_model/reference_models.py --output my-d2f-model
 
 Loading it needs torch and transformers only:
 
-    model = AutoModelForCausalLM.from_pretrained("/tmp/d2f-reference-model", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained("my-d2f-model", trust_remote_code=True)
 """
 
 import argparse
