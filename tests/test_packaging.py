@@ -194,8 +194,7 @@ def f():
 
 def test_ruff_fences_the_remote_code_folder():
     ruff = shutil.which("ruff", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if ruff is None:
-        pytest.skip("ruff is not installed")
+    assert ruff is not None, "ruff belongs to the extra [dev]"
     source = "import peft\nimport torch\nfrom d2f_hf import x\n\nprint(peft, torch, x)\n"
     command = [ruff, "check", "--no-cache", "--output-format", "concise", "--stdin-filename"]
     outside, inside = (

@@ -238,7 +238,7 @@ def train_teacher() -> None:
         teacher_from_twin(tokenizer),
         args,
         train_dataset=training_set(tokenizer, TEACHER_PROBLEMS, seed=SEED + 1, long_tails=True),
-        data_collator=diffusion_collator(tokenizer, TRAINING_BLOCK_SIZE),
+        data_collator=diffusion_collator(tokenizer),
     )
     run(trainer, "teacher")
     save(trainer.model, tokenizer, "teacher")
@@ -264,7 +264,7 @@ def train_student() -> None:
         teacher,
         args,
         train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2),
-        data_collator=diffusion_collator(tokenizer, TRAINING_BLOCK_SIZE),
+        data_collator=diffusion_collator(tokenizer),
         peft_config=LoraConfig(
             r=32,
             lora_alpha=32,
@@ -275,9 +275,9 @@ def train_student() -> None:
     save(trainer.model, tokenizer, "student")
 
 
-def diffusion_collator(tokenizer: PreTrainedTokenizerBase, block_size: int) -> D2FDataCollator:
+def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
     return D2FDataCollator(
-        block_size=block_size,
+        block_size=TRAINING_BLOCK_SIZE,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         pad_to_multiple_of=32,
@@ -311,10 +311,11 @@ def write_manifest() -> None:
 def count_tokens() -> None:
     """Prints how many tokens each stage is trained on: all that its sequences hold, EOS tails included, no padding."""
     tokenizer = load_tokenizer()
-    for stage, count, seed, block_size in (
-        ("twin", TWIN_PROBLEMS, SEED, None),
-        ("teacher", TEACHER_PROBLEMS, SEED + 1, TRAINING_BLOCK_SIZE),
-        ("student", STUDENT_PROBLEMS, SEED + 2, TRAINING_BLOCK_SIZE),
+    collate = diffusion_collator(tokenizer)
+    for stage, count, seed in (
+        ("twin", TWIN_PROBLEMS, SEED),
+        ("teacher", TEACHER_PROBLEMS, SEED + 1),
+        ("student", STUDENT_PROBLEMS, SEED + 2),
     ):
         rows = training_set(tokenizer, count, seed, long_tails=stage == "teacher")
         total = 0
@@ -323,10 +324,10 @@ def count_tokens() -> None:
                 {"input_ids": i, "prompt_length": p}
                 for i, p in zip(*rows[first : first + BATCH_SIZE].values(), strict=True)
             ]
-            if block_size is None:
+            if stage == "twin":
                 total += sum(len(row["input_ids"]) for row in batch)
             else:
-                total += int(diffusion_collator(tokenizer, block_size)(batch)["attention_mask"].sum())
+                total += int(collate(batch)["attention_mask"].sum())
         print(f"{stage}: {count} problems, {total} tokens")
 
 

@@ -303,8 +303,8 @@ class D2FNoisingCollator:
         lengths = batch["attention_mask"].sum(-1)
         position = torch.arange(sequence_length)
         in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
-        maskable, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool)
-        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(maskable)
+        in_loss, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool)
+        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
         ratios = torch.zeros(input_ids.shape)
         generators = [self._generator(list(feature["input_ids"])) for feature in features]
         if self.objective == "masked_diffusion":
@@ -322,14 +322,13 @@ class D2FNoisingCollator:
                     high=self.mask_ratio_high,
                     generator=generator,
                 )  # [1, N]
-            in_loss = in_response[b].clone()
             is_decoding, where = torch.rand(2, generator=generator)
             ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
             if is_decoding < self.decoding_probability and self.objective == "masked_diffusion":
                 start = prompt_lengths[b] + (where * response_length).long()
                 ratios[b, :start] = 0.0
                 ratios[b, start + block_size :] = 1.0
-                in_loss &= (position >= start) & (position < start + block_size)
+                in_loss[b] &= (position >= start) & (position < start + block_size)
             elif is_decoding < self.decoding_probability:
                 clean = (where * block_ratios.shape[1]).long() * block_size
                 ratios[b] = torch.cat([torch.zeros(int(clean)), ratios[b]])[:sequence_length]
@@ -340,10 +339,9 @@ class D2FNoisingCollator:
             is_causal[b] = torch.rand((), generator=generator) < self.causal_probability
             if is_causal[b]:
                 noisy_ids[b], ratios[b] = input_ids[b], 1.0
-                in_loss = is_masked[b] = in_response[b]
-            is_masked[b] &= in_loss
-            maskable[b] = in_loss
-        counted = is_masked if self.objective == "distillation" else maskable
+                in_loss[b] = is_masked[b] = in_response[b]
+        is_masked &= in_loss
+        counted = is_masked if self.objective == "distillation" else in_loss
         return {
             "input_ids": noisy_ids,
             "attention_mask": batch["attention_mask"],
