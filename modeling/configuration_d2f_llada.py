@@ -1,7 +1,9 @@
 """Configuration of the LLaDA architecture, with the keys of the original checkpoints."""
 
-from transformers.configuration_utils import PreTrainedConfig, strict
+from transformers.configuration_utils import strict
 from transformers.modeling_rope_utils import RopeParameters
+
+from .configuration_d2f import D2FConfig
 
 # Options of the original configuration that change the computation, with the only value that is implemented.
 # All released LLaDA checkpoints have these values.
@@ -38,7 +40,7 @@ _IGNORED_OPTIONS = (
 
 
 @strict
-class D2FLLaDAConfig(PreTrainedConfig):
+class D2FLLaDAConfig(D2FConfig):
     """Configuration of a [`D2FLLaDAForBlockDiffusion`]. Takes the `config.json` of an original LLaDA as it is.
 
     Args:
@@ -56,18 +58,13 @@ class D2FLLaDAConfig(PreTrainedConfig):
         attention_dropout (`float`): Dropout on the attention weights in training.
         weight_tying (`bool`): The head is the embedding (`tie_word_embeddings`).
         initializer_range (`float`): Standard deviation of new weights (the original `init_std`).
-        right_shift_logits (`bool`): Logits at position i predict token i + 1, as in Dream and in models that start
-            from an autoregressive one. LLaDA's predict token i.
-        block_size (`int`): Tokens per response block that the model was made for: what `generate` uses unless told
-            otherwise.
-        mask_token_id (`int`, *optional*): The token that stands for "not decoded yet".
+        right_shift_logits, block_size, mask_token_id, ...: See [`D2FConfig`].
 
     Raises:
         ValueError: for an option of the original configuration that is not implemented, such as `alibi`.
     """
 
     model_type = "d2f_llada"
-    keys_to_ignore_at_inference = ["cache"]
     attribute_map = {
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
@@ -108,13 +105,6 @@ class D2FLLaDAConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     weight_tying: bool = False
     initializer_range: float = 0.02
-    right_shift_logits: bool = False
-    block_size: int = 32
-    mask_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-    use_cache: bool = True
     default_theta = 500000.0
 
     def __post_init__(self, **kwargs):
@@ -134,24 +124,6 @@ class D2FLLaDAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         for key in _IGNORED_OPTIONS:
             self.__dict__.pop(key, None)
-
-    def validate_architecture(self):
-        """Part of the `@strict` validation of the base class."""
-        if self.d_model % self.n_heads != 0:
-            raise ValueError(
-                f"`d_model` must be a multiple of `n_heads`, but they are {self.d_model} and {self.n_heads}."
-            )
-        if self.n_heads % self.n_kv_heads != 0:
-            raise ValueError(
-                f"`n_heads` must be a multiple of `n_kv_heads`, but they are {self.n_heads} and {self.n_kv_heads}."
-            )
-        if self.block_size < 1:
-            raise ValueError(f"`block_size` must be at least 1, but it is {self.block_size}.")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` must be an id of the vocabulary (0 .. {self.vocab_size - 1}), but it is "
-                f"{self.mask_token_id}. Add the token to the tokenizer and resize the embeddings."
-            )
 
 
 D2FLLaDAConfig.register_for_auto_class()

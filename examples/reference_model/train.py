@@ -41,33 +41,34 @@ GROUP = 32 * BATCH_SIZE
 TRAINING_BLOCK_SIZE = 16
 DECODING_BLOCK_SIZE = 5  # in the configuration; docs/log.md says why it is another one
 TWIN_PROBLEMS = 288_000
-TEACHER_PROBLEMS = 217_600
-STUDENT_PROBLEMS = 44_800
-LONG_TAIL = 256  # response tokens of the few batches that teach what stands far behind the end of a solution
+TEACHER_PROBLEMS = 147_200
+STUDENT_PROBLEMS = 51_200
+LONGEST_TAIL = 190  # EOS tokens behind a solution; with the solutions' 40 to 96 tokens, generation lengths up to 256
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(HERE / "tokenizer")
 
 
-def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long_tails: bool = False) -> Dataset:
+def training_set(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, tails: bool) -> Dataset:
     """`count` tokenised training problems: `input_ids`, and `prompt_length` tokens of them are the prompt.
 
     Batches hold problems of similar length, in random order: they are cut from shuffled runs of `GROUP` problems that
     are sorted by length. So the rows have to be read in order. `datasets` keeps them on disk once they are made. With
-    `long_tails` the responses of one batch in 32 go on with EOS tokens up to `LONG_TAIL`.
+    `tails` the responses of each batch go on with the same random number of EOS tokens, mostly few of them; without
+    that a diffusion model reads the length of the solution from the number of masks.
     """
     sources = (Path(__file__), HERE / "word_problems.py", HERE / "tokenizer" / "tokenizer.json")
     version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     return Dataset.from_generator(
         _generate_in_batches,
-        gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed, "long_tails": long_tails},
+        gen_kwargs={"tokenizer": tokenizer, "count": count, "seed": seed, "tails": tails},
         cache_dir=str(RUNS / "data"),
-        fingerprint=f"problems-{count}-{seed}-{long_tails}-{version}",
+        fingerprint=f"problems-{count}-{seed}-{tails}-{version}",
     )
 
 
-def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, long_tails: bool):
+def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: int, tails: bool):
     rng = random.Random(seed)
     answer_starts = tokenizer.convert_tokens_to_ids("<|assistant|>")
     for start in range(0, count, GROUP):
@@ -76,13 +77,10 @@ def _generate_in_batches(tokenizer: PreTrainedTokenizerBase, count: int, seed: i
         rows = sorted(tokenizer(texts, add_special_tokens=False)["input_ids"], key=len)
         batches = [rows[first : first + BATCH_SIZE] for first in range(0, len(rows), BATCH_SIZE)]
         rng.shuffle(batches)
-        for number, batch in enumerate(batches):
+        for batch in batches:
+            tail = [tokenizer.eos_token_id] * (int(LONGEST_TAIL * rng.random() ** 4) if tails else 0)
             for input_ids in batch:
-                prompt_length = input_ids.index(answer_starts) + 1
-                if long_tails and number % 32 == 0:
-                    missing = LONG_TAIL - (len(input_ids) - prompt_length)
-                    input_ids = input_ids + [tokenizer.eos_token_id] * missing
-                yield {"input_ids": input_ids, "prompt_length": prompt_length}
+                yield {"input_ids": input_ids + tail, "prompt_length": input_ids.index(answer_starts) + 1}
 
 
 def padded_length(longest: int) -> int:
@@ -168,7 +166,7 @@ def train_twin() -> None:
     trainer = Trainer(
         model,
         args,
-        train_dataset=training_set(tokenizer, TWIN_PROBLEMS, seed=SEED),
+        train_dataset=training_set(tokenizer, TWIN_PROBLEMS, seed=SEED, tails=False),
         data_collator=partial(collate_for_twin, pad_token_id=tokenizer.pad_token_id),
     )
     run(trainer, "twin")
@@ -237,7 +235,7 @@ def train_teacher() -> None:
     trainer = D2FTrainer(
         teacher_from_twin(tokenizer),
         args,
-        train_dataset=training_set(tokenizer, TEACHER_PROBLEMS, seed=SEED + 1, long_tails=True),
+        train_dataset=training_set(tokenizer, TEACHER_PROBLEMS, seed=SEED + 1, tails=True),
         data_collator=diffusion_collator(tokenizer),
     )
     run(trainer, "teacher")
@@ -263,7 +261,7 @@ def train_student() -> None:
     trainer = D2FTrainer(
         teacher,
         args,
-        train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2),
+        train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2, tails=True),
         data_collator=diffusion_collator(tokenizer),
         peft_config=LoraConfig(
             r=32,
@@ -317,7 +315,7 @@ def count_tokens() -> None:
         ("teacher", TEACHER_PROBLEMS, SEED + 1),
         ("student", STUDENT_PROBLEMS, SEED + 2),
     ):
-        rows = training_set(tokenizer, count, seed, long_tails=stage == "teacher")
+        rows = training_set(tokenizer, count, seed, tails=stage != "twin")
         total = 0
         for first in range(0, count, BATCH_SIZE):
             batch = [

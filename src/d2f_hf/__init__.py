@@ -7,6 +7,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from d2f_hf.modeling import (
     D2FCache,
+    D2FDreamConfig,
+    D2FDreamForBlockDiffusion,
+    D2FDreamModel,
     D2FGenerationConfig,
     D2FGenerationOutput,
     D2FLLaDAConfig,
@@ -21,9 +24,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-AutoConfig.register("d2f_llada", D2FLLaDAConfig)
-AutoModel.register(D2FLLaDAConfig, D2FLLaDAForBlockDiffusion)
-AutoModelForCausalLM.register(D2FLLaDAConfig, D2FLLaDAForBlockDiffusion)
+for _config, _model in (
+    (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion),
+    (D2FDreamConfig, D2FDreamForBlockDiffusion),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    AutoModelForCausalLM.register(_config, _model)
 
 # Imported when first used, because training needs the packages of the extra `d2f-hf[train]` and decoding does not.
 _TRAINING = {
@@ -46,6 +53,9 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "D2FCache",
     "D2FDataCollator",
+    "D2FDreamConfig",
+    "D2FDreamForBlockDiffusion",
+    "D2FDreamModel",
     "D2FGenerationConfig",
     "D2FGenerationOutput",
     "D2FLLaDAConfig",
