@@ -115,8 +115,10 @@ class D2FLLaDAConfig(D2FConfig):
                     f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FLLaDA implements the "
                     "options of the released LLaDA checkpoints only; such a model needs the code it was trained with."
                 )
-        if kwargs.get("embedding_size") is None:
-            kwargs.pop("embedding_size", None)
+        for usual, original in self.attribute_map.items():  # before the defaults that follow from them
+            value = kwargs.pop(usual, None)
+            if value is not None:
+                setattr(self, original, value)
         if self.n_kv_heads is None:
             self.n_kv_heads = self.n_heads
         if self.mlp_hidden_size is None:

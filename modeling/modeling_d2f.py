@@ -86,10 +86,10 @@ class D2FRotaryEmbedding(nn.Module):
         self.config = config
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
-        rope_init = self.compute_default_rope_parameters
+        self.rope_init: Callable = self.compute_default_rope_parameters
         if self.rope_type != "default":
-            rope_init = ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = rope_init(config, device)
+            self.rope_init = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = self.rope_init(config, device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -104,11 +104,15 @@ class D2FRotaryEmbedding(nn.Module):
 
     def _apply(self, fn, *args, **kwargs):
         # `model.to(torch.bfloat16)` moves the frequencies but does not round them: at position 1000 the rounding would
-        # be a shift by several tokens.
+        # be a shift by several tokens. `to_empty` leaves those of a meta model uninitialised; no checkpoint has them.
         exact = self.inv_freq, self.original_inv_freq
         super()._apply(fn, *args, **kwargs)
-        if self.inv_freq.dtype != torch.float32:
-            self.inv_freq, self.original_inv_freq = (buffer.to(self.inv_freq.device) for buffer in exact)
+        if exact[0].is_meta and not self.inv_freq.is_meta:
+            inv_freq, _ = self.rope_init(self.config)
+            exact = inv_freq, inv_freq.clone()
+        elif self.inv_freq.dtype == torch.float32:
+            return self
+        self.inv_freq, self.original_inv_freq = (buffer.to(self.inv_freq.device) for buffer in exact)
         return self
 
     @torch.no_grad()
@@ -268,7 +272,7 @@ class D2FModel(D2FPreTrainedModel):
                 position_ids = positions_without_padding(attention_mask)[:, -inputs_embeds.shape[1] :]
             else:
                 start = cache.get_seq_length() if cache is not None else 0
-                position_ids = torch.arange(start, start + inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+                position_ids = (start + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device))[None]
         attention_mask = self._full_mask(
             attention_mask, position_ids, inputs_embeds, cache, prompt_lengths, block_size
         )
@@ -291,32 +295,40 @@ class D2FModel(D2FPreTrainedModel):
         batch_size, length = inputs_embeds.shape[:2]
         if attention_mask is not None and attention_mask.dim() == 4:
             allowed = attention_mask
-        elif prompt_lengths is not None:
-            if attention_mask is not None:
-                key_positions = positions_without_padding(attention_mask)
-            else:
-                num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
-                key_positions = torch.arange(num_slots, device=inputs_embeds.device)[None]
-            allowed = block_causal_mask(
-                position_ids,
-                prompt_lengths,
-                self.config.block_size if block_size is None else block_size,
-                key_positions,
-                attention_mask,
-            )
-        elif attention_mask is not None:
-            allowed = attention_mask.bool()[:, None, None, :]
         else:
-            return None
-        if allowed.dtype == torch.bool:
-            allowed = allowed.expand(batch_size, 1, length, -1)
-            if self.config._attn_implementation == "flex_attention":
-                return _flex_attention_mask(allowed)
-            if self.config._attn_implementation == "eager":
-                lowest = torch.finfo(inputs_embeds.dtype).min
-                allowed = torch.zeros_like(allowed, dtype=inputs_embeds.dtype).masked_fill(~allowed, lowest)
-            return allowed
-        return allowed.to(inputs_embeds.dtype)
+            num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
+            slot = torch.arange(num_slots, device=inputs_embeds.device)[None]
+            if cache is not None and cache.is_compileable:  # preallocated: nobody sees what nothing was written to
+                if attention_mask is None:
+                    attention_mask = slot < cache.get_seq_length() + length
+                else:
+                    attention_mask = nn.functional.pad(attention_mask, (0, num_slots - attention_mask.shape[1]))
+            if attention_mask is not None and attention_mask.shape[1] != num_slots:
+                raise ValueError(
+                    f"`attention_mask` must have a column for each token of the cache and the input, {num_slots} in "
+                    f"all, but it has {attention_mask.shape[1]}."
+                )
+            if prompt_lengths is not None:
+                block_size = self.config.block_size if block_size is None else block_size
+                key_positions = slot if attention_mask is None else positions_without_padding(attention_mask)
+                allowed = block_causal_mask(position_ids, prompt_lengths, block_size, key_positions, attention_mask)
+            elif attention_mask is not None:
+                allowed = attention_mask.bool()[:, None, None, :]
+            else:
+                return None
+        allowed = allowed.expand(batch_size, 1, length, -1)
+        lowest = torch.finfo(inputs_embeds.dtype).min
+        if allowed.dtype != torch.bool:
+            # The lowest number of float32 would be -inf in a narrower type, and a row of -inf gives NaN.
+            return allowed.clamp(min=lowest).to(inputs_embeds.dtype)
+        # A query without any key, such as one of a row that is all padding, gives NaN in some kernels. Nobody reads
+        # what it gives, so it may see everything.
+        allowed = allowed | ~allowed.any(-1, keepdim=True)
+        if self.config._attn_implementation == "flex_attention":
+            return _flex_attention_mask(allowed)
+        if self.config._attn_implementation == "eager":
+            return torch.zeros_like(allowed, dtype=inputs_embeds.dtype).masked_fill(~allowed, lowest)
+        return allowed
 
 
 class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):

@@ -6,8 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from d2f_hf import D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
-from plain_models import LLADA_NAMES, block_causal_mask, plain_forward
+from d2f_hf import D2FDreamConfig, D2FDreamForBlockDiffusion, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
+from plain_models import DREAM_NAMES, LLADA_NAMES, block_causal_mask, plain_forward
 
 # B batch, L sequence, T positions, V vocabulary
 
@@ -15,37 +15,68 @@ VOCAB_SIZE, PAD, EOS, MASK = 40, 37, 38, 39
 LETTERS = "abcdefghijklmnopqrstuvwxyz .!"  # tokens 0 to 28 of `letter_tokenizer`
 
 
-def tiny_config(**options) -> D2FLLaDAConfig:
-    """Two layers of width 32."""
+FAMILIES = {
+    "llada": (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, LLADA_NAMES),
+    "dream": (D2FDreamConfig, D2FDreamForBlockDiffusion, DREAM_NAMES),
+}
+# Nothing as in the other tiny models: a width that is no power of 2, grouped heads, a tied head, low special ids.
+OTHER = {
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 80,
+    "tie_word_embeddings": True,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-3,
+    "block_size": 3,
+    "mask_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 4,
+}
+
+
+def tiny_config(family: str = "llada", **options) -> D2FLLaDAConfig | D2FDreamConfig:
+    """Two layers of width 32. Options by their usual names, or by those of the family."""
+    config_class, _, _ = FAMILIES[family]
+    options = {config_class.attribute_map.get(name, name): value for name, value in options.items()}
     defaults = {
         "vocab_size": VOCAB_SIZE,
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 2,
-        "mlp_hidden_size": 48,
-        "max_sequence_length": 128,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": None,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
         "block_size": 4,
         "mask_token_id": MASK,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    return D2FLLaDAConfig(**{**defaults, **options})
+    defaults = {config_class.attribute_map.get(name, name): value for name, value in defaults.items()}
+    return config_class(**{**defaults, **options})
 
 
-def tiny_model(seed: int = 0, **options) -> D2FLLaDAForBlockDiffusion:
+def tiny_model(
+    seed: int = 0, family: str = "llada", **options
+) -> D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion:
     """A random model with weights large enough for its predictions to differ, and to depend on what it sees."""
-    model = D2FLLaDAForBlockDiffusion(tiny_config(**options)).eval()
+    _, model_class, names = FAMILIES[family]
+    model = model_class(tiny_config(family, **options)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if "norm" not in name and "ln_f" not in name:
-            scale = 0.6 if "wte" in name or name.endswith("transformer.ff_out.weight") else 0.25
+            scale = 0.6 if name in (names["embedding"], names["head"]) else 0.25
             weight.data.normal_(0, scale, generator=generator)
     return model
 
 
-def plain_logits(model: D2FLLaDAForBlockDiffusion) -> Callable[..., torch.Tensor]:
+def plain_logits(model: D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion) -> Callable[..., torch.Tensor]:
     """The same model for the oracle: `logits_fn(ids, prompt_length=None, block_size=None)` gives `[L, V]`."""
     config = model.config
+    names = LLADA_NAMES if config.model_type == "d2f_llada" else DREAM_NAMES
     weights = {name: weight.detach().float() for name, weight in model.state_dict().items()}
 
     @torch.no_grad()
@@ -54,9 +85,9 @@ def plain_logits(model: D2FLLaDAForBlockDiffusion) -> Callable[..., torch.Tensor
             allowed = torch.ones(len(ids), len(ids), dtype=torch.bool)
         else:
             allowed = block_causal_mask(len(ids), prompt_length, block_size)
-        sizes = (config.n_layers, config.n_heads, config.n_kv_heads)
+        sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
         rope_theta = config.rope_parameters["rope_theta"]
-        return plain_forward(weights, LLADA_NAMES, torch.tensor(ids), allowed, *sizes, rope_theta, config.rms_norm_eps)
+        return plain_forward(weights, names, torch.tensor(ids), allowed, *sizes, rope_theta, config.rms_norm_eps)
 
     return logits_fn
 
