@@ -4,7 +4,8 @@ from .block_causal import block_causal_mask, positions_without_padding, predicti
 from .cache_d2f import D2FCache
 from .configuration_d2f_dream import D2FDreamConfig
 from .configuration_d2f_llada import D2FLLaDAConfig
-from .generation_d2f import D2FGenerationConfig, D2FGenerationMixin, D2FGenerationOutput
+from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
+from .generation_d2f import D2FGenerationMixin
 from .modeling_d2f_dream import D2FDreamForBlockDiffusion, D2FDreamModel
 from .modeling_d2f_llada import D2FLLaDAForBlockDiffusion, D2FLLaDAModel
 

@@ -24,7 +24,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .block_causal import block_causal_mask, positions_without_padding
 from .configuration_d2f import D2FConfig
-from .generation_d2f import D2FGenerationConfig, D2FGenerationMixin
+from .generation_config_d2f import D2FGenerationConfig
+from .generation_d2f import D2FGenerationMixin
 
 
 @dataclass

@@ -48,6 +48,7 @@ def reference_decode(
     block_activation_threshold: float,
     confidence_threshold: float,
     token_ranking: str = "probability",
+    max_active_blocks: int | None = None,
     max_new_tokens: int,
     mask_token_id: int,
     eos_token_ids: int | Sequence[int],
@@ -71,7 +72,7 @@ def reference_decode(
             `logits_fn(ids, prompt_length, block_size)` gives the logits `[L, V]` of the whole sequence under the
             block-causal mask.
         prompt_ids (`Sequence[int]`):
-            The prompt, not empty, without mask tokens.
+            The prompt, not empty. Mask tokens in it stay as they are.
         block_size (`int`):
             Tokens per response block.
         block_add_threshold (`float`):
@@ -83,6 +84,8 @@ def reference_decode(
         token_ranking (`str`):
             `"probability"`, `"neg_entropy"` or `"margin"`: which token a fully activated block accepts if none is
             above the threshold.
+        max_active_blocks (`int`, *optional*):
+            At most so many blocks are open that are not decoded or wait for an earlier one.
         max_new_tokens (`int`):
             Number of response positions.
         mask_token_id (`int`):
@@ -96,12 +99,12 @@ def reference_decode(
         [`ReferenceResult`]
 
     Raises:
-        ValueError: If the prompt is empty or holds a mask token, or a number is out of its range.
+        ValueError: If the prompt is empty, or a number is out of its range.
     """
     eos_token_ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
     prompt_length = len(prompt_ids)
-    if prompt_length == 0 or mask_token_id in prompt_ids:
-        raise ValueError("`prompt_ids` must hold at least one token and no mask token.")
+    if prompt_length == 0:
+        raise ValueError("`prompt_ids` must hold at least one token.")
     if block_size < 1 or max_new_tokens < 1:
         raise ValueError(f"`block_size` and `max_new_tokens` must be >= 1, got {block_size} and {max_new_tokens}.")
     if not (0 <= block_add_threshold <= 1 and 0 <= block_activation_threshold <= 1):
@@ -122,7 +125,13 @@ def reference_decode(
     while True:
         # 1. Add at most one block, and none once an EOS is decoded.
         last = blocks[-1]
-        if first_eos is None and last.end < end_of_response and decoded_ratio(last) >= block_add_threshold:
+        is_full = max_active_blocks is not None and sum(b.state == "active" for b in blocks) >= max_active_blocks
+        if (
+            first_eos is None
+            and last.end < end_of_response
+            and not is_full
+            and decoded_ratio(last) >= block_add_threshold
+        ):
             new = Block(last.end, min(last.end + block_size, end_of_response))
             blocks.append(new)
             ids += [mask_token_id] * (new.end - new.start)
@@ -142,8 +151,7 @@ def reference_decode(
         }
 
         # 4. Forward.
-        logits = logits_fn(ids, prompt_length, block_size).float().clone()  # [L, V]
-        logits[:, mask_token_id] = float("-inf")
+        logits = logits_fn(ids, prompt_length, block_size).float()  # [L, V]
         for block in blocks:
             if block.state == "finished":
                 block.state = "committed"
@@ -157,9 +165,13 @@ def reference_decode(
             for position in masked:
                 row = position - 1 if right_shift_logits else position
                 p = logits[row].softmax(-1)  # [V]
-                tokens.append(int(p.argmax()))
-                probabilities.append(float(p.max()))
-                confidences.append(_confidence(p, token_ranking))
+                best = p.clone()
+                best[mask_token_id] = 0
+                tokens.append(int(best.argmax()))
+                probabilities.append(float(best.max()))
+                confidences.append(
+                    float(best.max()) if token_ranking == "probability" else _confidence(p, token_ranking)
+                )
             chosen = [i for i in range(len(masked)) if probabilities[i] > confidence_threshold]
             if not chosen and block.fully_activated:
                 chosen = [confidences.index(max(confidences))]
@@ -191,8 +203,6 @@ def reference_decode(
 
 def _confidence(p: torch.Tensor, token_ranking: str) -> float:
     """How sure the distribution `p` [V] is, higher for surer."""
-    if token_ranking == "probability":
-        return float(p.max())
     if token_ranking == "neg_entropy":
         return float((p * (p + 1e-10).log()).sum())
     if token_ranking == "margin":

@@ -1,18 +1,15 @@
 """`generate()`: pipelined and vanilla decoding, its options, and what it leaves to transformers."""
 
+import asyncio
 import json
 import threading
 from functools import cache
 
 import pytest
 import torch
-from d2f_hf.modeling.generation_d2f import accepted_tokens, choose_tokens
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
+    AsyncTextIteratorStreamer,
     StoppingCriteria,
     StoppingCriteriaList,
     TextDiffusionStreamer,
@@ -21,8 +18,9 @@ from transformers import (
     pipeline,
 )
 
-from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
-from golden_data import GOLDEN, TOKEN_RANKINGS, ExpectedRun, GoldenRun, expected_until_eos, load_runs
+from d2f_hf import D2FGenerationOutput, D2FLLaDAForBlockDiffusion, load_d2f_model
+from golden_data import GOLDEN, ExpectedRun, GoldenRun, expected_until_eos, load_runs
+from prompts import pad, random_prompts
 from reference_decoding import ReferenceResult, reference_decode
 from tiny_models import (
     EOS,
@@ -40,42 +38,24 @@ from tiny_models import (
 # B batch, T positions, V vocabulary
 
 FULL = {"return_dict_in_generate": True, "output_trace": True}
-golden_runs = load_runs("decode_llada.json")
+golden_runs = load_runs("decode_llada.json") + load_runs("decode_dream.json")
 whole_runs = [run for run in golden_runs if run.whole_blocks_max_new_tokens > 0]
 partial_runs = [run for run in golden_runs if run.whole_blocks_max_new_tokens < run.max_new_tokens]
 
 
 @cache
-def golden_model() -> D2FLLaDAForBlockDiffusion:
-    return D2FLLaDAForBlockDiffusion.from_pretrained(GOLDEN / "llada_tiny").eval()
+def golden_model(family: str):
+    return load_d2f_model(GOLDEN / f"{family}_tiny").eval()
 
 
 @cache
-def golden_model_with_adapter() -> PeftModel:
-    model = D2FLLaDAForBlockDiffusion.from_pretrained(GOLDEN / "llada_tiny")
-    return PeftModel.from_pretrained(model, GOLDEN / "llada_adapter").eval()
+def golden_model_with_adapter(family: str) -> PeftModel:
+    return load_d2f_model(GOLDEN / f"{family}_tiny", GOLDEN / f"{family}_adapter", merge=False).eval()
 
 
 @cache
 def random_model(**options) -> D2FLLaDAForBlockDiffusion:
     return tiny_model(**options)
-
-
-def pad(prompts, side: str, pad_token: int = PAD) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` of prompts of different lengths."""
-    width = max(map(len, prompts))
-    ids, mask = [], []
-    for prompt in prompts:
-        missing = width - len(prompt)
-        fill, ones, zeros = [pad_token] * missing, [1] * len(prompt), [0] * missing
-        ids.append(fill + list(prompt) if side == "left" else list(prompt) + fill)
-        mask.append(zeros + ones if side == "left" else ones + zeros)
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def random_prompts(lengths, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, PAD, (length,), generator=generator).tolist() for length in lengths]
 
 
 def assert_row_equals(
@@ -95,7 +75,7 @@ def assert_row_equals(
 
 @pytest.mark.parametrize("run", whole_runs, ids=str)
 def test_d2f_reproduces_tokens_forwards_and_trace_of_the_reference(run: GoldenRun):
-    output = golden_model().generate(
+    output = golden_model(run.family).generate(
         torch.tensor([run.prompt_ids]), max_new_tokens=run.whole_blocks_max_new_tokens, **run.decoding, **FULL
     )
     assert_row_equals(output, 0, len(run.prompt_ids), expected_until_eos(run), run.eos_token_id)
@@ -103,7 +83,7 @@ def test_d2f_reproduces_tokens_forwards_and_trace_of_the_reference(run: GoldenRu
 
 @pytest.mark.parametrize("run", partial_runs, ids=str)
 def test_an_exact_length_continues_what_the_reference_rounds_down(run: GoldenRun):
-    output = golden_model().generate(
+    output = golden_model(run.family).generate(
         torch.tensor([run.prompt_ids]), max_new_tokens=run.max_new_tokens, **run.decoding, **FULL
     )
     tokens, expected = output.sequences[0, len(run.prompt_ids) :].tolist(), expected_until_eos(run)
@@ -111,9 +91,11 @@ def test_an_exact_length_continues_what_the_reference_rounds_down(run: GoldenRun
     assert len(tokens) == (tokens.index(run.eos_token_id) + 1 if run.eos_token_id in tokens else run.max_new_tokens)
 
 
-@pytest.mark.parametrize("run", load_runs("decode_adapter_llada.json"), ids=str)
+@pytest.mark.parametrize(
+    "run", load_runs("decode_adapter_llada.json") + load_runs("decode_adapter_dream.json"), ids=str
+)
 def test_d2f_reproduces_the_reference_through_its_adapter(run: GoldenRun):
-    output = golden_model_with_adapter().generate(
+    output = golden_model_with_adapter(run.family).generate(
         input_ids=torch.tensor([run.prompt_ids]), max_new_tokens=run.max_new_tokens, **run.decoding, **FULL
     )
     assert_row_equals(output, 0, len(run.prompt_ids), expected_until_eos(run), run.eos_token_id)
@@ -122,13 +104,14 @@ def test_d2f_reproduces_the_reference_through_its_adapter(run: GoldenRun):
 settings = sorted({run.setting for run in whole_runs})
 
 
+@pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize(
     ("setting", "side"), [(s, "left") for s in settings] + [("bs8_paper", "right"), ("bs16_lowconf", "right")]
 )
-def test_a_batch_of_unequal_prompts_reproduces_every_row_of_the_reference(setting, side):
-    runs = [run for run in whole_runs if run.setting == setting]
+def test_a_batch_of_unequal_prompts_reproduces_every_row_of_the_reference(family, setting, side):
+    runs = [run for run in whole_runs if (run.family, run.setting) == (family, setting)]
     inputs = pad([run.prompt_ids for run in runs], side, pad_token=runs[0].eos_token_id)
-    output = golden_model().generate(
+    output = golden_model(family).generate(
         **inputs, max_new_tokens=runs[0].whole_blocks_max_new_tokens, **runs[0].decoding, **FULL
     )
     for row, run in enumerate(runs):
@@ -158,32 +141,6 @@ def test_a_model_that_predicts_its_mask_token_terminates():
     )
     assert case["mask_token_id_override"] not in output.sequences[0, len(case["prompt"]) :]
     assert output.num_forward_passes[0] <= settings["max_new_tokens"]
-
-
-sample_cases = json.loads((GOLDEN / "sample_tokens.json").read_text())
-
-
-@pytest.mark.parametrize("strategy", ["default", "neg_entropy", "margin_confidence"])
-def test_tokens_probabilities_and_ranks_are_those_of_the_reference(strategy):
-    golden = load_file(GOLDEN / "sample_tokens.safetensors")
-    tokens, probability, ranking = choose_tokens(
-        golden["logits"], do_sample=False, token_ranking=TOKEN_RANKINGS[strategy]
-    )
-    assert tokens.equal(golden[f"{strategy}.x0"])
-    torch.testing.assert_close(probability, golden[f"{strategy}.initial_confidence"])
-    torch.testing.assert_close(ranking, golden[f"{strategy}.confidence"])
-
-
-@pytest.mark.parametrize("case", sample_cases["selection_rule"], ids=lambda case: case["name"])
-def test_accepted_tokens_are_those_of_the_reference(case):
-    accepted = accepted_tokens(
-        is_masked=torch.ones(1, 1, len(case["max_prob"]), dtype=torch.bool),
-        probability=torch.tensor([[case["max_prob"]]]),
-        ranking=torch.tensor([[case["strategy_conf"]]]),
-        is_fully_activated=torch.tensor([[case["is_complete"]]]),
-        confidence_threshold=case["tau_conf"],
-    )
-    assert accepted[0, 0].nonzero().flatten().tolist() == sorted(case["selected"])
 
 
 # ---- against the oracle, on random models ----
@@ -226,6 +183,40 @@ def test_the_fast_loop_equals_the_oracle(kind, shape, thresholds):
         right_shift_logits=model.config.right_shift_logits,
     )
     assert_row_equals(model.generate(torch.tensor([prompt]), **options, **FULL), 0, prompt_length, expected, PAD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_active_blocks", [1, 2, 3, None])
+def test_a_cap_on_the_blocks_in_flight_is_that_of_the_oracle(kind, max_active_blocks):
+    model = random_model(**KINDS[kind])
+    [prompt] = random_prompts([5], seed=6)
+    options = {"block_size": 3, "max_new_tokens": 16, "max_active_blocks": max_active_blocks, **THRESHOLDS["eager"]}
+    expected = reference_decode(
+        plain_logits(model),
+        prompt,
+        **options,
+        mask_token_id=MASK,
+        eos_token_ids=EOS,
+        right_shift_logits=model.config.right_shift_logits,
+    )
+    assert_row_equals(model.generate(torch.tensor([prompt]), **options, **FULL), 0, 5, expected, PAD)
+    if max_active_blocks is not None:
+        assert max(step["window_length"] for step in expected.trace[1:]) <= 3 * max_active_blocks + 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_changes_no_token(kind):
+    model = random_model(**KINDS[kind])
+    inputs = pad(random_prompts([2, 7, 5], seed=4), "left")
+    options = {"block_size": 4, "max_new_tokens": 18, **FULL}
+    cached, uncached = model.generate(**inputs, **options), model.generate(**inputs, **options, use_cache=False)
+    static = model.generate(**inputs, **options, cache_implementation="static")
+    assert cached.sequences.equal(uncached.sequences) and cached.sequences.equal(static.sequences)
+    assert cached.num_forward_passes.equal(uncached.num_forward_passes)
+    for with_cache, without in zip(cached.trace, uncached.trace, strict=True):
+        assert [step["accepted"] for step in with_cache] == [step["accepted"] for step in without]
+        assert all(step["window_start"] == 0 for step in without)
+        assert any(step["window_start"] > 0 for step in with_cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -379,10 +370,32 @@ def test_an_empty_prompt_is_an_error_that_names_the_way_out(decoding):
         model.generate(torch.zeros(1, 0, dtype=torch.long), decoding=decoding)
 
 
-def test_a_mask_token_in_the_prompt_is_an_error():
-    """The reference never decodes it and leaves through a side exit."""
-    with pytest.raises(ValueError, match="`input_ids`.*mask token"):
-        random_model().generate(torch.tensor([[1, MASK, 2]]))
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_special_tokens_inside_the_prompt_are_text_like_any_other(decoding):
+    """The reference takes an EOS or a mask in the prompt for one of the response, and ends or never ends."""
+    model = random_model()
+    prompt = [1, EOS, 2, MASK, PAD, 3, MASK]
+    options = {"max_new_tokens": 10, "decoding": decoding}
+    output = model.generate(torch.tensor([prompt]), **options)  # the padding token is not inferred to be padding
+    assert output[0, :7].tolist() == prompt
+    explicit = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 7, dtype=torch.long), **options)
+    assert output.equal(explicit)
+    if decoding == "d2f":
+        expected = reference_decode(
+            plain_logits(model), prompt, block_size=4, **THRESHOLDS["paper"], max_new_tokens=10, mask_token_id=MASK,
+            eos_token_ids=EOS,
+        )  # fmt: skip
+        assert output[0, 7:].tolist() == expected.tokens
+    batch = model.generate(torch.tensor([[PAD, PAD, *prompt], [*prompt, 4, 5]]), **options)
+    tokens = output[0, 7:].tolist()
+    assert batch[0, 9 : 9 + len(tokens)].tolist() == tokens, "at the ends it is padding where no mask says otherwise"
+
+
+def test_a_prompt_has_to_fit_into_the_positions_of_the_model():
+    model = tiny_model(max_sequence_length=8)
+    with pytest.raises(ValueError, match="`input_ids`.*8 positions"):
+        model.generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=2)
+    assert model.generate(torch.ones(1, 7, dtype=torch.long), max_new_tokens=1).shape == (1, 8)
 
 
 @pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
@@ -466,81 +479,6 @@ def test_the_confidence_is_the_probability_after_the_processors():
         output = ScriptedModel(logits).generate(torch.tensor([[0]]), **options, **sampling)
         assert output.sequences.tolist() == [[0] + [4] * 8]
         assert output.num_forward_passes.item() == num_forward_passes
-
-
-class Recorder(LogitsProcessor):
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, input_ids, scores):
-        assert len(input_ids) == len(scores)
-        self.seen.append(input_ids.tolist())
-        return scores
-
-
-def test_a_processor_sees_the_gapless_prefix_of_the_row_once_per_masked_token():
-    """Position 2 is decoded late: what is decoded behind it is not shown before."""
-    recorder = Recorder()
-    model = ScriptedModel(sure_of([0, 1, 2, 3, 4], {2: 9}))
-    model.generate(torch.tensor([[0]]), max_new_tokens=4, block_size=4, logits_processor=[recorder])
-    assert recorder.seen == [[[0]] * 4, [[0, 1]]]
-
-
-def test_a_processor_sees_rows_of_a_batch_at_the_length_of_the_batch():
-    """Stock processors count from the padded length; the mask token is a filler that means nothing to them."""
-    recorder = Recorder()
-    model = ScriptedModel(sure_of([0, 1, 2, 3, 4, 5, 6]))
-    model.generate(
-        **pad([[0], [0, 1, 2]], "right"),
-        max_new_tokens=2,
-        block_size=2,
-        logits_processor=LogitsProcessorList([recorder]),
-    )
-    assert recorder.seen == [[[MASK, MASK, 0]] * 2, [[0, 1, 2]] * 2]
-
-
-@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
-def test_the_repetition_penalty_equals_the_hand_computation(decoding):
-    """Penalty 2 halves the logits 4, 3, 2.5 of seen tokens: 2, 3, 2.5, then 2, 1.5, 2.5, then 2, 1.5, 1.25."""
-    logits = torch.zeros(9, VOCAB_SIZE)
-    logits[:, [1, 2, 3]] = torch.tensor([4.0, 3.0, 2.5])
-    options = {"max_new_tokens": 4, "repetition_penalty": 2.0, "decoding": decoding}
-    one_by_one = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=1, **options)
-    assert one_by_one.tolist() == [[1, 2, 3, 1, 1]]
-    at_once = {"confidence_threshold": 0.0} if decoding == "d2f" else {"steps": 1}
-    together = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=4, **at_once, **options)
-    assert together.tolist() == [[1, 2, 2, 2, 2]], "all from the prefix before this forward"
-
-
-def test_the_repetition_penalty_of_a_padded_row_does_not_count_its_padding():
-    logits = torch.zeros(9, VOCAB_SIZE)
-    logits[:, [PAD, 2]] = torch.tensor([4.0, 3.0])
-    output = ScriptedModel(logits).generate(**pad([[1], [1, 5]], "left"), max_new_tokens=1, repetition_penalty=2.0)
-    assert output[:, -1].tolist() == [PAD, PAD]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("option", ["min_new_tokens", "min_length"])
-def test_min_new_tokens_forbids_the_eos_before_that_place_only(side, option):
-    """A model that says EOS everywhere, next best token 3: the first four places must be something else."""
-    logits = torch.zeros(9, VOCAB_SIZE)
-    logits[:, [EOS, 3]] = torch.tensor([25.0, 15.0])
-    for prompts in ([[1]], [[1], [1, 2, 5]]):
-        width = max(map(len, prompts))
-        minimum = {option: 4 if option == "min_new_tokens" else width + 4}
-        model = ScriptedModel(logits)
-        output = model.generate(**pad(prompts, side), max_new_tokens=6, block_size=3, **minimum)
-        assert output[:, width:].tolist() == [[3, 3, 3, 3, EOS]] * len(prompts)
-        assert len(model.calls) == 2, "the place of a token decides, not how much is decoded before it"
-
-
-def test_other_length_processors_count_alike_in_rows_of_all_lengths():
-    logits = torch.zeros(9, VOCAB_SIZE)
-    logits[:, 3] = 15.0
-    options = {"max_new_tokens": 4, "block_size": 1, "forced_eos_token_id": EOS}
-    for prompts in ([[1]], [[1], [1, 2, 5]]):
-        output = ScriptedModel(logits).generate(**pad(prompts, "left"), **options)
-        assert output[:, max(map(len, prompts)) :].tolist() == [[3, 3, 3, EOS]] * len(prompts)
 
 
 class StopAfter(StoppingCriteria):
@@ -658,127 +596,46 @@ def test_streaming_a_batch_is_an_error():
         random_model().generate(torch.tensor([[1], [2]]), streamer=TextStreamer(letter_tokenizer()))
 
 
-# ---- the generation config ----
-
-KNOBS = {
-    "decoding": "vanilla",
-    "block_size": 3,
-    "block_add_threshold": 0.5,
-    "block_activation_threshold": 0.4,
-    "confidence_threshold": 0.3,
-    "token_ranking": "margin",
-    "output_trace": True,
-}
-
-
-def test_generate_without_arguments_does_d2f_with_the_papers_values():
-    config = random_model().generation_config
-    assert type(config) is D2FGenerationConfig
-    assert (config.decoding, config.token_ranking) == ("d2f", "probability")
-    thresholds = (config.block_add_threshold, config.block_activation_threshold, config.confidence_threshold)
-    assert thresholds == (0.1, 0.95, 0.9)
-    output = random_model().generate(torch.tensor([[1, 2]]), max_new_tokens=8, return_dict_in_generate=True)
-    explicit = random_model().generate(
-        torch.tensor([[1, 2]]), max_new_tokens=8, decoding="d2f", block_size=4, confidence_threshold=0.9
-    )
-    assert isinstance(output, D2FGenerationOutput) and output.trace is None
-    assert output.sequences.equal(explicit)
-
-
-def test_a_saved_generation_config_comes_back_with_class_and_values(tmp_path):
-    model = tiny_model()
-    for name, value in KNOBS.items():
-        setattr(model.generation_config, name, value)
-    model.generation_config.steps = 6
-    model.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "generation_config.json").read_text())
-    assert {name: saved[name] for name in KNOBS} == KNOBS and saved["steps"] == 6
-    reloaded = D2FLLaDAForBlockDiffusion.from_pretrained(tmp_path).generation_config
-    assert type(reloaded) is D2FGenerationConfig
-    assert {name: getattr(reloaded, name) for name in KNOBS} == KNOBS and reloaded.steps == 6
-    assert D2FGenerationConfig.from_pretrained(tmp_path).to_dict() == reloaded.to_dict()
-
-
-def test_a_saved_generation_config_says_d2f_and_no_nulls(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "generation_config.json").read_text())
-    assert saved["decoding"] == "d2f"
-    assert None not in saved.values()
-    assert "block_size" not in saved, "it follows the model's block_size"
-
-
-@pytest.mark.parametrize("way", ["keyword", "plain config", "own config", "model's config"])
-def test_every_knob_reaches_the_loop_in_every_way(way, monkeypatch):
-    seen = {}
-
-    def record(self, input_ids, generation_config, **kwargs):
-        seen.update({name: getattr(generation_config, name) for name in KNOBS})
-
-    monkeypatch.setattr(ScriptedModel, "_sample", record)
-    model = ScriptedModel(torch.zeros(5, VOCAB_SIZE))
-    arguments = {"max_new_tokens": 4, "pad_token_id": PAD, "eos_token_id": EOS, **KNOBS}
-    if way == "keyword":
-        model.generate(torch.tensor([[0]]), **arguments)
-    elif way == "model's config":
-        model.generation_config.update(**arguments)
-        model.generate(torch.tensor([[0]]))
-    else:
-        config_class = GenerationConfig if way == "plain config" else D2FGenerationConfig
-        model.generate(torch.tensor([[0]]), generation_config=config_class(**arguments))
-    assert seen == KNOBS
-
-
-BAD_VALUES = [
-    ("decoding", "autoregressive"),
-    ("token_ranking", "entropy"),
-    ("block_size", 0),
-    ("block_size", 2.5),
-    ("block_size", True),
-    ("steps", 0),
-    ("block_add_threshold", 1.1),
-    ("block_add_threshold", -0.1),
-    ("block_activation_threshold", 2),
-    ("confidence_threshold", float("nan")),
-    ("confidence_threshold", "0.9"),
-    ("output_trace", "yes"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
-def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        D2FGenerationConfig(**{name: value})
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        random_model().generate(torch.tensor([[1]]), max_new_tokens=2, **{name: value})
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        config = GenerationConfig(max_new_tokens=2, **{name: value})
-        random_model().generate(torch.tensor([[1]]), generation_config=config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"confidence_treshold": 0.5}, "confidence_treshold"),
-        ({"num_beams": 2}, "BEAM_SEARCH"),
-        ({"steps": 4}, "`steps`.*vanilla"),
-        ({"max_new_tokens": 0}, "max_new_tokens|max_length"),
-        ({"max_new_tokens": None, "max_length": 1}, "max_length"),
-        ({"guidance_scale": 1.5}, "`guidance_scale`"),
-        ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "`prefix_allowed_tokens_fn`"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),
-        ({"decoding": "vanilla", "steps": 5, "max_new_tokens": 8, "block_size": 4}, "`steps`"),
-        ({"cache": object()}, "`cache`"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_arguments_that_make_no_sense_are_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        random_model().generate(torch.tensor([[1, 2]]), **{"max_new_tokens": 4, **arguments})
+# ---- around the loop ----
 
 
 def test_a_model_without_a_mask_token_cannot_decode():
     with pytest.raises(ValueError, match="mask_token_id"):
         tiny_model(mask_token_id=None).generate(torch.tensor([[1]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_scores_and_logits_are_those_that_each_token_was_chosen_from(decoding):
+    model = random_model(seed=7)
+    inputs = pad(random_prompts([3, 6], seed=2), "left")
+    options = {"max_new_tokens": 9, "decoding": decoding, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **options, output_scores=True, output_logits=True)
+    plain = model.generate(**inputs, **options)
+    assert output.sequences.equal(plain.sequences) and plain.scores is None and plain.logits is None
+    length = output.sequences.shape[1] - 6
+    assert len(output.scores) == len(output.logits) == length
+    assert {values.shape for values in output.scores + output.logits} == {(2, VOCAB_SIZE)}
+    scores, logits = torch.stack(output.scores, 1), torch.stack(output.logits, 1)  # [B, R, V]
+    for row, tokens in enumerate(output.sequences[:, 6:].tolist()):
+        end = tokens.index(EOS) + 1 if EOS in tokens else length
+        assert scores[row, :end].argmax(-1).tolist() == tokens[:end]
+        assert (scores[row, :end, MASK] == -torch.inf).all() and logits[row, :end, MASK].isfinite().all()
+        assert not scores[row, :end].equal(logits[row, :end])
+        assert not scores[row, end:].any() and not logits[row, end:].any()
+    transition = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+    assert transition.shape == (2, length) and (transition <= 0).all()
+
+
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_a_generator_decides_the_sample_whatever_the_global_seed(decoding):
+    model = ScriptedModel(torch.zeros(9, VOCAB_SIZE))
+    options = {"max_new_tokens": 8, "do_sample": True, "decoding": decoding}
+    samples = []
+    for global_seed, seed in ((0, 5), (1, 5), (0, 6)):
+        torch.manual_seed(global_seed)
+        generator = torch.Generator().manual_seed(seed)
+        samples.append(model.generate(torch.tensor([[0]]), generator=generator, **options))
+    assert samples[0].equal(samples[1]) and not samples[0].equal(samples[2])
 
 
 def test_return_sequences_are_several_samples_of_each_prompt():
@@ -850,83 +707,63 @@ def test_a_process_that_has_finished_keeps_its_peers_company(monkeypatch):
     assert output.num_forward_passes.equal(alone.num_forward_passes)
 
 
+def test_calls_of_different_models_and_settings_between_two_equal_ones_change_nothing():
+    first, second = random_model(seed=8), random_model(right_shift_logits=True, seed=9)
+    jobs = [
+        (model, {"inputs": torch.tensor([prompt]), "max_new_tokens": 10, "block_size": size})
+        for model, prompt, size in zip((first, second, first), random_prompts([2, 5, 9]), (3, 4, 8), strict=True)
+    ]
+    fresh = [tiny_model(**KIND).generate(**job) for KIND, (_, job) in zip(
+        ({"seed": 8}, {"right_shift_logits": True, "seed": 9}, {"seed": 8}), jobs, strict=True
+    )]  # fmt: skip
+    for _ in range(2):
+        for expected, (model, job) in zip(fresh, jobs, strict=True):
+            assert model.generate(**job).equal(expected)
+
+
+def test_an_exception_in_a_streamer_leaves_the_model_as_it_was():
+    class Broken(TextStreamer):
+        def put(self, value):
+            if value.dim() == 1:
+                raise RuntimeError("the pipe is closed")
+
+    model, options = random_model(seed=5), {"inputs": torch.tensor([[1, 2, 3]]), "max_new_tokens": 9}
+    expected, before = model.generate(**options), set(vars(model))
+    with pytest.raises(RuntimeError, match="pipe"):
+        model.generate(**options, streamer=Broken(letter_tokenizer()))
+    assert model.generate(**options).equal(expected) and set(vars(model)) == before
+
+
+def test_an_async_text_iterator_streamer_gives_the_response_to_a_coroutine():
+    async def collect() -> list[str]:
+        streamer = AsyncTextIteratorStreamer(letter_tokenizer(), skip_prompt=True, skip_special_tokens=True)
+        arguments = {"inputs": torch.tensor([[0] * 3]), "max_new_tokens": 48, "block_size": 8, "streamer": streamer}
+        thread = threading.Thread(target=streamed_model().generate, kwargs=arguments)
+        thread.start()
+        pieces = [piece async for piece in streamer if piece]
+        thread.join()
+        return pieces
+
+    pieces = asyncio.run(collect())
+    assert "".join(pieces) == TEXT and len(pieces) > 3
+
+
+def test_a_pipeline_takes_chat_messages():
+    model, tokenizer = streamed_model(), letter_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    messages = [{"role": "user", "content": "aaa"}]
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    [result] = pipe(messages, max_new_tokens=48, block_size=8, do_sample=False)
+    assert result["generated_text"] == [*messages, {"role": "assistant", "content": TEXT}]
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="Continuous batching"):
+        random_model().init_continuous_batching()
+
+
 def test_a_text_generation_pipeline_runs_it():
     model, tokenizer = streamed_model(), letter_tokenizer()
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     [result] = pipe("aaa", max_new_tokens=48, block_size=8, decoding="d2f", do_sample=False)
     assert result["generated_text"] == "aaa" + TEXT
-
-
-# ---- vanilla decoding ----
-
-vanilla_data = json.loads((GOLDEN / "vanilla_llada.json").read_text())
-vanilla_results = [r for r in vanilla_data["results"] if "cfg_scale" not in vanilla_data["settings"][r["setting"]]]
-
-
-@pytest.mark.parametrize("result", vanilla_results, ids=lambda r: f"{r['setting']}-{r['prompt']}")
-def test_vanilla_decoding_reproduces_the_original_sampler(result):
-    setting = vanilla_data["settings"][result["setting"]]
-    prompt = vanilla_data["prompts"][result["prompt"]]
-    output = golden_model().generate(
-        torch.tensor([prompt]),
-        decoding="vanilla",
-        steps=setting["steps"],
-        max_new_tokens=setting["gen_length"],
-        block_size=setting["block_length"],
-        return_dict_in_generate=True,
-    )
-    eos = golden_model().config.eos_token_id
-    expected = result["tokens"]
-    if eos in expected:
-        expected = expected[: expected.index(eos) + 1]
-    assert output.sequences[0, len(prompt) :].tolist() == expected
-    assert output.num_forward_passes.item() == result["forwards"]
-
-
-def vanilla_oracle(logits_fn, prompt, limit, block_size, steps_per_block, right_shift_logits):
-    """LLaDA's sampler, one row, literally: each step accepts the most probable tokens of the current block."""
-    ids = list(prompt) + [MASK] * limit
-    for start in range(len(prompt), len(ids), block_size):
-        block = range(start, min(start + block_size, len(ids)))
-        for step in range(steps_per_block):
-            p = logits_fn(ids)
-            p[:, MASK] = -torch.inf
-            p = p.softmax(-1)
-            masked = [i for i in block if ids[i] == MASK]
-            count = len(block) // steps_per_block + (step < len(block) % steps_per_block)
-            rows = {i: p[i - 1 if right_shift_logits else i] for i in masked}
-            for i in sorted(masked, key=lambda i: -float(rows[i].max()))[:count]:
-                ids[i] = int(rows[i].argmax())
-    tokens = ids[len(prompt) :]
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
-
-
-@pytest.mark.parametrize("kind", ["plain", "shifted"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_vanilla_batches_equal_the_oracle_row_by_row(kind, side):
-    model = random_model(**KINDS[kind])
-    prompts = random_prompts([1, 6, 3], seed=8)
-    output = model.generate(
-        **pad(prompts, side), decoding="vanilla", max_new_tokens=8, block_size=4, steps=6, return_dict_in_generate=True
-    )
-    assert output.num_forward_passes.tolist() == [6] * 3
-    for row, prompt in enumerate(prompts):
-        expected = vanilla_oracle(plain_logits(model), prompt, 8, 4, 3, kind == "shifted")
-        assert output.sequences[row, 6 : 6 + len(expected)].tolist() == expected
-
-
-def test_vanilla_steps_beyond_one_per_token_decode_nothing_more():
-    model = ScriptedModel(sure_of([0, 1, 2, 3, 4]))
-    output = model.generate(
-        torch.tensor([[0]]), decoding="vanilla", steps=8, max_new_tokens=4, block_size=2, return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == [[0, 1, 2, 3, 4]]
-    assert output.num_forward_passes.item() == 8
-
-
-def test_vanilla_decoding_without_steps_takes_one_per_token_also_in_a_short_last_block():
-    output = ScriptedModel(sure_of(range(8))).generate(
-        torch.tensor([[0]]), decoding="vanilla", max_new_tokens=7, block_size=4, return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == [list(range(8))]
-    assert output.num_forward_passes.item() == 7

@@ -198,7 +198,6 @@ def test_the_confidence_threshold_is_strict_and_the_others_are_not():
     ("prompt", "options", "message"),
     [
         ([], {}, "`prompt_ids` must hold at least one token"),
-        ([0, MASK], {}, "no mask token"),
         ([0], {"max_new_tokens": 0}, "`max_new_tokens` must be >= 1"),
         ([0], {"block_size": 0}, "`block_size`"),
         ([0], {"block_add_threshold": 1.1}, "`block_add_threshold`"),

@@ -42,7 +42,7 @@ TRAINING_BLOCK_SIZE = 16
 DECODING_BLOCK_SIZE = 5  # in the configuration; docs/log.md says why it is another one
 TWIN_PROBLEMS = 288_000
 TEACHER_PROBLEMS = 147_200
-STUDENT_PROBLEMS = 51_200
+STUDENT_PROBLEMS = 76_800
 LONGEST_TAIL = 190  # EOS tokens behind a solution; with the solutions' 40 to 96 tokens, generation lengths up to 256
 
 
@@ -261,7 +261,7 @@ def train_student() -> None:
     trainer = D2FTrainer(
         teacher,
         args,
-        train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2, tails=True),
+        train_dataset=training_set(tokenizer, STUDENT_PROBLEMS, seed=SEED + 2, tails=False),
         data_collator=diffusion_collator(tokenizer),
         peft_config=LoraConfig(
             r=32,
@@ -315,7 +315,7 @@ def count_tokens() -> None:
         ("teacher", TEACHER_PROBLEMS, SEED + 1),
         ("student", STUDENT_PROBLEMS, SEED + 2),
     ):
-        rows = training_set(tokenizer, count, seed, tails=stage != "twin")
+        rows = training_set(tokenizer, count, seed, tails=stage == "teacher")
         total = 0
         for first in range(0, count, BATCH_SIZE):
             batch = [

@@ -1,0 +1,218 @@
+"""What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import GenerationConfig
+from transformers.modeling_outputs import ModelOutput
+
+DECODING_MODES = ("d2f", "vanilla")
+TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
+UNMASK_SCHEDULES = ("even", "linear", "independent")
+
+# Arguments of the vanilla sampler alone, with what a pipelined decoder has in their place.
+_VANILLA_ONLY = {
+    "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
+    "unmask_schedule": "the thresholds decide what is accepted",
+    "ranking_temperature": "`temperature` with `do_sample=True` draws the tokens",
+    "guidance_scale": "guidance needs a second forward over a prompt that is masked",
+}
+
+# Arguments of transformers' other decoders, with the values that ask for nothing.
+_WITHOUT_MEANING = {
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "low_memory": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+    "token_healing": (None, False),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "watermarking_config": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "force_words_ids": (None,),
+    "constraints": (None,),
+}
+
+
+class D2FGenerationConfig(GenerationConfig):
+    """Generation parameters of a block-diffusion model: those of `GenerationConfig`, and the following.
+
+    Each can be given here, as a keyword of `generate`, or in `generation_config.json`. What is `None` here comes from
+    the model's own generation config.
+
+    Args:
+        decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default), or `"vanilla"`, the sampler of
+            the original bidirectional model, which is slow but needs no distillation.
+        block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
+        block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
+            one reaches it (default 0.1). 1.0 decodes block by block.
+        block_activation_threshold (`float`, *optional*): tau_act. A block is fully activated, and from then on accepts
+            at least one token per step, when the decoded ratio of the block before it reaches it (default 0.95).
+        confidence_threshold (`float`, *optional*): tau_conf. A token is accepted when its probability, after the
+            logits processors, is above it (default 0.9). Higher is more careful. DiffusionGemma's parameter of this
+            name is a bound on the entropy, where lower is more careful.
+        token_ranking (`str`, *optional*): What ranks the token that a fully activated block must accept if none is
+            above `confidence_threshold`: `"probability"` (default), `"neg_entropy"`, or `"margin"` between the best
+            two. In vanilla decoding it ranks all that a step accepts, and may be `"random"`.
+        max_active_blocks (`int`, *optional*): At most so many blocks of a row that are not decoded are open at a
+            time. No cap by default. Later blocks are invisible to earlier ones, so it changes when, not what, blocks
+            predict.
+        output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
+        steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
+            default. Must be a multiple of the number of blocks.
+        unmask_schedule (`str`, *optional*): For `decoding="vanilla"`: how many tokens each step of a block accepts.
+            `"even"` (default), the same number in each, LLaDA's sampler; `"linear"`, a share 1 - s/t of the masked
+            ones where the time falls from t to s, Dream's `maskgit_plus` (ranking by probability), `topk_margin` and
+            `entropy`; `"independent"`, each masked token with that probability, Dream's `origin`. Dream's samplers
+            have one block, `block_size=max_new_tokens`.
+        ranking_temperature (`float`, *optional*): For `decoding="vanilla"`: the tokens that a step accepts are drawn
+            with probabilities softmax(rank value / ranking_temperature) rather than the best ones (Dream's
+            `alg_temp`). 0 or nothing: the best ones.
+        guidance_scale (`float`, *optional*): For `decoding="vanilla"`: classifier-free guidance against the prompt
+            masked, logits = u + guidance_scale * (c - u). LLaDA's `cfg_scale` is this less 1.
+
+    Raises:
+        ValueError: for a value that is out of range, or an argument that has no meaning here.
+    """
+
+    _DEFAULTS = {
+        "decoding": "d2f",
+        "block_size": None,
+        "block_add_threshold": 0.1,
+        "block_activation_threshold": 0.95,
+        "confidence_threshold": 0.9,
+        "token_ranking": "probability",
+        "max_active_blocks": None,
+        "output_trace": False,
+        "steps": None,
+        "unmask_schedule": None,
+        "ranking_temperature": None,
+    }
+
+    def __init__(self, **kwargs):
+        self.decoding: str | None = kwargs.pop("decoding", None)
+        self.block_size: int | None = kwargs.pop("block_size", None)
+        self.block_add_threshold: float | None = kwargs.pop("block_add_threshold", None)
+        self.block_activation_threshold: float | None = kwargs.pop("block_activation_threshold", None)
+        self.confidence_threshold: float | None = kwargs.pop("confidence_threshold", None)
+        self.token_ranking: str | None = kwargs.pop("token_ranking", None)
+        self.max_active_blocks: int | None = kwargs.pop("max_active_blocks", None)
+        self.output_trace: bool | None = kwargs.pop("output_trace", None)
+        self.steps: int | None = kwargs.pop("steps", None)
+        self.unmask_schedule: str | None = kwargs.pop("unmask_schedule", None)
+        self.ranking_temperature: float | None = kwargs.pop("ranking_temperature", None)
+        # A config that says so loses what the base class does not know when it is loaded again.
+        kwargs.pop("_from_model_config", None)
+        super().__init__(**kwargs)
+
+    def validate(self, *args, **kwargs):
+        super().validate(*args, **kwargs)
+        for name, values in (
+            ("decoding", DECODING_MODES),
+            ("token_ranking", TOKEN_RANKINGS),
+            ("unmask_schedule", UNMASK_SCHEDULES),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                raise ValueError(f"`{name}` must be one of {values}, got {value!r}. Leave it out for the default.")
+        for name in ("block_size", "max_active_blocks", "steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"`{name}` must be an integer of at least 1, got {value!r}. Leave it out for the default."
+                )
+        for name in ("block_add_threshold", "block_activation_threshold", "confidence_threshold"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0.0 <= value <= 1.0):
+                raise ValueError(
+                    f"`{name}` must be a number in [0, 1], got {value!r}. It is a share of decoded tokens or a "
+                    f"probability; the default is {self._DEFAULTS[name]}."
+                )
+        value = self.ranking_temperature
+        if value is not None and not (_is_number(value) and value >= 0.0):
+            raise ValueError(
+                f"`ranking_temperature` must be a number of at least 0, got {value!r}. 0 takes the best tokens."
+            )
+        if self.output_trace is not None and not isinstance(self.output_trace, bool):
+            raise ValueError(f"`output_trace` must be True or False, got {self.output_trace!r}.")
+        for name, neutral in _WITHOUT_MEANING.items():
+            value = getattr(self, name, None)
+            if value not in neutral:
+                raise ValueError(
+                    f"`{name}` has no meaning for block diffusion (got {value!r}). Leave it out, or load an "
+                    "autoregressive model for it."
+                )
+        if self.cache_implementation not in (None, "static"):
+            raise ValueError(
+                f"`cache_implementation` must be left out or be 'static', got {self.cache_implementation!r}: "
+                "decoding makes its own preallocated cache."
+            )
+        if self.decoding == "d2f":
+            for name, instead in _VANILLA_ONLY.items():
+                value = getattr(self, name)
+                if value is not None and not (name == "guidance_scale" and value == 1):
+                    raise ValueError(
+                        f"`{name}` (got {value!r}) has no meaning with decoding='d2f': {instead}. "
+                        "decoding='vanilla' takes it."
+                    )
+            if self.token_ranking == "random":
+                raise ValueError(
+                    "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
+                    "decoding='vanilla'."
+                )
+        if self.unmask_schedule == "independent" and self.ranking_temperature:
+            raise ValueError(
+                f"`ranking_temperature` (got {self.ranking_temperature}) has no meaning with "
+                "unmask_schedule='independent', which does not rank. Leave it out."
+            )
+
+    def with_defaults(self) -> "D2FGenerationConfig":
+        """This config with the paper's values where it says nothing."""
+        for name, value in self._DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self.validate()
+        return self
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in super().to_diff_dict().items() if k not in self._DEFAULTS or v is not None}
+
+    @classmethod
+    def from_model_config(cls, model_config) -> "D2FGenerationConfig":
+        """The config of a model that has none yet: its special tokens, and D2F decoding with the paper's values."""
+        config = cls.from_dict(GenerationConfig.from_model_config(model_config).to_dict()).with_defaults()
+        # Original configurations turn the cache off, because their own code has none.
+        config.use_cache = None
+        config._original_object_hash = hash(config)
+        return config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass
+class D2FGenerationOutput(ModelOutput):
+    """What `generate(return_dict_in_generate=True)` returns.
+
+    Args:
+        sequences (`torch.LongTensor` of shape `(B, prompt + response)`): The prompt as it was given, and the response:
+            up to and including its first EOS, then padding.
+        num_forward_passes (`torch.LongTensor` of shape `(B,)`): Forwards until the row was finished.
+        tokens_per_forward (`torch.FloatTensor` of shape `(B,)`): Response tokens, including the EOS, per forward.
+        trace (`list[list[dict]]`, *optional*): With `output_trace`, per row and forward: `window_start` and
+            `window_length` (positions that were fed, padding left out), `committed_length` (tokens in the cache before
+            it) and `accepted`, pairs of position and token.
+        scores, logits (`tuple[torch.FloatTensor]`, *optional*): With `output_scores` or `output_logits`, per response
+            token `(B, V)`: what it was chosen from when it was accepted, after the logits processors or before them;
+            0 behind the end of a row.
+    """
+
+    sequences: torch.LongTensor | None = None
+    num_forward_passes: torch.LongTensor | None = None
+    tokens_per_forward: torch.FloatTensor | None = None
+    trace: list | None = None
+    scores: tuple[torch.FloatTensor, ...] | None = None
+    logits: tuple[torch.FloatTensor, ...] | None = None

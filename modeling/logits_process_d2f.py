@@ -1,0 +1,134 @@
+"""transformers' logits processors on masked tokens that stand anywhere in a response.
+
+A processor is made for the token right behind the text that it is given. Here one forward predicts many tokens at
+once, and behind an undecoded one nobody knows that text. So each processor gets what it needs to keep its promise:
+
+- those that look at the scores alone get all tokens at once;
+- those that look at the length of the text get the length up to each token;
+- those that depend on the tokens right before (n-grams, several-token bad words, prefix constraints) are asked about
+  the first undecoded token of a row only, and the others have to wait: what they forbid never comes out, at the price
+  of one token per forward;
+- all others, the user's own among them, get the text that is decoded without a gap, once for each masked token.
+"""
+
+# M masked tokens of the batch, V vocabulary
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .response_d2f import Response
+
+_OF_THE_SCORES = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+_OF_THE_LENGTH = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+
+
+class PrefixConstraint(LogitsProcessor):
+    """`generate(prefix_allowed_tokens_fn=...)`: the tokens that the function allows behind the text of its row."""
+
+    def __init__(self, prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]]):
+        self.prefix_allowed_tokens_fn = prefix_allowed_tokens_fn
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, row: int) -> torch.FloatTensor:
+        allowed = self.prefix_allowed_tokens_fn(row, input_ids[0])
+        if len(allowed) == 0:
+            raise ValueError(
+                f"`prefix_allowed_tokens_fn` must allow at least one token, but for row {row} it allowed none behind "
+                f"{input_ids[0].tolist()}. Let it allow the EOS token where nothing else may follow."
+            )
+        is_allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
+        is_allowed[torch.as_tensor(allowed, device=scores.device)] = True
+        return scores.masked_fill(~is_allowed, -torch.inf)
+
+
+def depends_on_neighbours(processor: LogitsProcessor) -> bool:
+    """Whether a processor has to know the tokens right before the one that is chosen."""
+    if isinstance(processor, SequenceBiasLogitsProcessor):  # bad words are among them
+        return any(len(sequence) > 1 for sequence in processor.sequence_bias)
+    return isinstance(processor, (PrefixConstraint, PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
+
+
+def process_logits(
+    scores: torch.FloatTensor,
+    row: torch.LongTensor,
+    index: torch.LongTensor,
+    response: Response,
+    logits_processor: LogitsProcessorList,
+) -> torch.FloatTensor:
+    """`scores` `(M, V)` after the processors, in their order. `row` and `index` `(M,)` say whose they are.
+
+    A row of a padded batch has the length of the longest prompt and its own response, filled up in front.
+    """
+    if len(logits_processor) == 0 or len(row) == 0:
+        return scores
+    prefixes = None
+    for processor in logits_processor:
+        if isinstance(processor, _OF_THE_SCORES):
+            scores = processor(response.sequences[row], scores)
+        elif isinstance(processor, _OF_THE_LENGTH):
+            processed = torch.empty_like(scores)
+            for i in index.unique().tolist():
+                text = response.sequences.new_full((1, response.prompt_width + i), response.mask_token_id)
+                own = index == i
+                processed[own] = processor(text.expand(int(own.sum()), -1), scores[own])
+            scores = processed
+        else:
+            prefixes = _decoded_prefixes(response) if prefixes is None else prefixes
+            processed = []
+            for b in row.unique_consecutive().tolist():
+                own = scores[row == b]
+                text = prefixes[b].expand(len(own), -1)
+                if isinstance(processor, PrefixConstraint):
+                    processed.append(processor(text, own, row=b))
+                else:
+                    processed.append(processor(text, own))
+            scores = torch.cat(processed)
+    return scores
+
+
+def _decoded_prefixes(response: Response) -> list[torch.LongTensor]:
+    """The text of each row up to its first undecoded token; in front of a short prompt mask tokens, which are in no
+    text, as padding."""
+    lengths, prompt_lengths = response.prefix_length().tolist(), response.prompt_lengths.tolist()
+    return [
+        F.pad(sequence[: prompt + decoded], (response.prompt_width - prompt, 0), value=response.mask_token_id)
+        for sequence, prompt, decoded in zip(response.sequences, prompt_lengths, lengths, strict=True)
+    ]

@@ -1,0 +1,43 @@
+"""The rules of decoding, against what the reference computed by hand-made numbers."""
+
+import json
+
+import pytest
+import torch
+from d2f_hf.modeling.decoding_rules import accepted_tokens, choose_tokens, opened_blocks
+from safetensors.torch import load_file
+
+from golden_data import GOLDEN, TOKEN_RANKINGS
+
+sample_cases = json.loads((GOLDEN / "sample_tokens.json").read_text())
+
+
+@pytest.mark.parametrize("strategy", ["default", "neg_entropy", "margin_confidence"])
+def test_tokens_probabilities_and_ranks_are_those_of_the_reference(strategy):
+    golden = load_file(GOLDEN / "sample_tokens.safetensors")
+    tokens, probability, ranking = choose_tokens(
+        golden["logits"], do_sample=False, token_ranking=TOKEN_RANKINGS[strategy]
+    )
+    assert tokens.equal(golden[f"{strategy}.x0"])
+    torch.testing.assert_close(probability, golden[f"{strategy}.initial_confidence"])
+    torch.testing.assert_close(ranking, golden[f"{strategy}.confidence"])
+
+
+@pytest.mark.parametrize("case", sample_cases["selection_rule"], ids=lambda case: case["name"])
+def test_accepted_tokens_are_those_of_the_reference(case):
+    accepted = accepted_tokens(
+        is_masked=torch.ones(1, 1, len(case["max_prob"]), dtype=torch.bool),
+        probability=torch.tensor([[case["max_prob"]]]),
+        ranking=torch.tensor([[case["strategy_conf"]]]),
+        is_fully_activated=torch.tensor([[case["is_complete"]]]),
+        confidence_threshold=case["tau_conf"],
+    )
+    assert accepted[0, 0].nonzero().flatten().tolist() == sorted(case["selected"])
+
+
+def test_no_block_is_opened_above_the_cap_on_blocks_in_flight():
+    """Five blocks, the first final; block 3 is decoded but waits for block 2, so it counts as in flight."""
+    ratio = torch.tensor([[1.0, 0.5, 1.0, 0.0, 0.0]])
+    opened, no_eos = torch.tensor([3]), torch.tensor([5])
+    for cap, expected in ((1, 3), (2, 3), (3, 4), (None, 4)):
+        assert opened_blocks(opened, ratio, no_eos, 0.1, cap).tolist() == [expected]

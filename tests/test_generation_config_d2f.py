@@ -1,0 +1,162 @@
+"""`D2FGenerationConfig`: its values, where they may come from, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
+from tiny_models import EOS, PAD, VOCAB_SIZE, ScriptedModel, tiny_model
+
+KNOBS = {
+    "decoding": "d2f",
+    "block_size": 3,
+    "block_add_threshold": 0.5,
+    "block_activation_threshold": 0.4,
+    "confidence_threshold": 0.3,
+    "token_ranking": "margin",
+    "max_active_blocks": 5,
+    "output_trace": True,
+}
+VANILLA_KNOBS = {
+    "decoding": "vanilla",
+    "block_size": 3,
+    "token_ranking": "random",
+    "steps": 6,
+    "unmask_schedule": "linear",
+    "ranking_temperature": 0.5,
+    "guidance_scale": 1.5,
+}
+
+
+def test_generate_without_arguments_does_d2f_with_the_papers_values():
+    config = tiny_model().generation_config
+    assert type(config) is D2FGenerationConfig
+    assert (config.decoding, config.token_ranking) == ("d2f", "probability")
+    thresholds = (config.block_add_threshold, config.block_activation_threshold, config.confidence_threshold)
+    assert thresholds == (0.1, 0.95, 0.9)
+    output = tiny_model().generate(torch.tensor([[1, 2]]), max_new_tokens=8, return_dict_in_generate=True)
+    explicit = tiny_model().generate(
+        torch.tensor([[1, 2]]), max_new_tokens=8, decoding="d2f", block_size=4, confidence_threshold=0.9
+    )
+    assert isinstance(output, D2FGenerationOutput) and output.trace is None
+    assert output.sequences.equal(explicit)
+
+
+@pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS], ids=["d2f", "vanilla"])
+def test_a_saved_generation_config_comes_back_with_class_and_values(knobs, tmp_path):
+    model = tiny_model()
+    for name, value in knobs.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: saved[name] for name in knobs} == knobs
+    reloaded = D2FLLaDAForBlockDiffusion.from_pretrained(tmp_path).generation_config
+    assert type(reloaded) is D2FGenerationConfig
+    assert {name: getattr(reloaded, name) for name in knobs} == knobs
+    assert D2FGenerationConfig.from_pretrained(tmp_path).to_dict() == reloaded.to_dict()
+
+
+def test_a_saved_generation_config_says_d2f_and_no_nulls(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved["decoding"] == "d2f"
+    assert None not in saved.values()
+    assert "block_size" not in saved, "it follows the model's block_size"
+
+
+@pytest.mark.parametrize("way", ["keyword", "plain config", "own config", "model's config"])
+@pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS], ids=["d2f", "vanilla"])
+def test_every_knob_reaches_the_loop_in_every_way(knobs, way, monkeypatch):
+    seen = {}
+
+    def record(self, input_ids, generation_config, **kwargs):
+        seen.update({name: getattr(generation_config, name) for name in knobs})
+
+    monkeypatch.setattr(ScriptedModel, "_sample", record)
+    model = ScriptedModel(torch.zeros(5, VOCAB_SIZE))
+    arguments = {"max_new_tokens": 4, "pad_token_id": PAD, "eos_token_id": EOS, **knobs}
+    if way == "keyword":
+        model.generate(torch.tensor([[0]]), **arguments)
+    elif way == "model's config":
+        model.generation_config.update(**arguments)
+        model.generate(torch.tensor([[0]]))
+    else:
+        config_class = GenerationConfig if way == "plain config" else D2FGenerationConfig
+        model.generate(torch.tensor([[0]]), generation_config=config_class(**arguments))
+    assert seen == knobs
+
+
+BAD_VALUES = [
+    ("decoding", "autoregressive"),
+    ("token_ranking", "entropy"),
+    ("block_size", 0),
+    ("block_size", 2.5),
+    ("block_size", True),
+    ("steps", 0),
+    ("max_active_blocks", 0),
+    ("max_active_blocks", 1.5),
+    ("unmask_schedule", "cosine"),
+    ("ranking_temperature", -0.1),
+    ("ranking_temperature", "hot"),
+    ("block_add_threshold", 1.1),
+    ("block_add_threshold", -0.1),
+    ("block_activation_threshold", 2),
+    ("confidence_threshold", float("nan")),
+    ("confidence_threshold", "0.9"),
+    ("output_trace", "yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        D2FGenerationConfig(**{name: value})
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        config = GenerationConfig(max_new_tokens=2, **{name: value})
+        tiny_model().generate(torch.tensor([[1]]), generation_config=config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"confidence_treshold": 0.5}, "confidence_treshold"),
+        ({"num_beams": 2}, "BEAM_SEARCH"),
+        ({"steps": 4}, "`steps`.*vanilla"),
+        ({"max_new_tokens": 0}, "max_new_tokens|max_length"),
+        ({"max_new_tokens": None, "max_length": 1}, "max_length"),
+        ({"guidance_scale": 1.5}, "`guidance_scale`"),
+        ({"unmask_schedule": "linear"}, "`unmask_schedule`.*vanilla"),
+        ({"ranking_temperature": 0.5}, "`ranking_temperature`.*vanilla"),
+        ({"token_ranking": "random"}, "`token_ranking`.*vanilla"),
+        ({"decoding": "vanilla", "confidence_threshold": 0.5}, "`confidence_threshold`.*d2f"),
+        ({"decoding": "vanilla", "max_active_blocks": 2}, "`max_active_blocks`.*d2f"),
+        (
+            {"decoding": "vanilla", "unmask_schedule": "independent", "ranking_temperature": 1.0},
+            "`ranking_temperature`",
+        ),
+        ({"decoding": "vanilla", "no_repeat_ngram_size": 2}, "`no_repeat_ngram_size`"),
+        ({"decoding": "vanilla", "prefix_allowed_tokens_fn": lambda *_: [1]}, "`prefix_allowed_tokens_fn`"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "`penalty_alpha`|CONTRASTIVE"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`|ASSISTED"),
+        ({"assistant_model": tiny_model()}, "ASSISTED"),
+        ({"dola_layers": "low"}, "`dola_layers`|DOLA"),
+        ({"encoder_repetition_penalty": 1.2}, "`encoder_repetition_penalty`"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions`"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states`"),
+        ({"cache_implementation": "quantized"}, "`cache_implementation`"),
+        ({"cache_implementation": "dynamic"}, "`cache_implementation`"),
+        ({"negative_prompt_ids": torch.tensor([[1]])}, "`negative_prompt_ids`"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "`inputs_embeds`|`input_ids`"),
+        ({"decoding": "vanilla", "steps": 5, "max_new_tokens": 8, "block_size": 4}, "`steps`"),
+        ({"cache": object()}, "`cache`"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_arguments_that_make_no_sense_are_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model().generate(torch.tensor([[1, 2]]), **{"max_new_tokens": 4, **arguments})

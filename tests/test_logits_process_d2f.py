@@ -1,0 +1,191 @@
+"""Logits processors on masked tokens anywhere in a response."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from prompts import pad, random_prompts
+from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
+
+
+class Recorder(LogitsProcessor):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        assert len(input_ids) == len(scores)
+        self.seen.append(input_ids.tolist())
+        return scores
+
+
+def test_a_processor_sees_the_gapless_prefix_of_the_row_once_per_masked_token():
+    """Position 2 is decoded late: what is decoded behind it is not shown before."""
+    recorder = Recorder()
+    model = ScriptedModel(sure_of([0, 1, 2, 3, 4], {2: 9}))
+    model.generate(torch.tensor([[0]]), max_new_tokens=4, block_size=4, logits_processor=[recorder])
+    assert recorder.seen == [[[0]] * 4, [[0, 1]]]
+
+
+def test_a_processor_sees_rows_of_a_batch_at_the_length_of_the_batch():
+    """Stock processors count from the padded length; the mask token is a filler that means nothing to them."""
+    recorder = Recorder()
+    model = ScriptedModel(sure_of([0, 1, 2, 3, 4, 5, 6]))
+    model.generate(
+        **pad([[0], [0, 1, 2]], "right"),
+        max_new_tokens=2,
+        block_size=2,
+        logits_processor=LogitsProcessorList([recorder]),
+    )
+    assert recorder.seen == [[[MASK, MASK, 0]] * 2, [[0, 1, 2]] * 2]
+
+
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_the_repetition_penalty_equals_the_hand_computation(decoding):
+    """Penalty 2 halves the logits 4, 3, 2.5 of seen tokens: 2, 3, 2.5, then 2, 1.5, 2.5, then 2, 1.5, 1.25."""
+    logits = torch.zeros(9, VOCAB_SIZE)
+    logits[:, [1, 2, 3]] = torch.tensor([4.0, 3.0, 2.5])
+    options = {"max_new_tokens": 4, "repetition_penalty": 2.0, "decoding": decoding}
+    one_by_one = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=1, **options)
+    assert one_by_one.tolist() == [[1, 2, 3, 1, 1]]
+    at_once = {"confidence_threshold": 0.0} if decoding == "d2f" else {"steps": 1}
+    together = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=4, **at_once, **options)
+    assert together.tolist() == [[1, 2, 2, 2, 2]], "all from the prefix before this forward"
+
+
+def test_the_repetition_penalty_of_a_padded_row_does_not_count_its_padding():
+    logits = torch.zeros(9, VOCAB_SIZE)
+    logits[:, [PAD, 2]] = torch.tensor([4.0, 3.0])
+    output = ScriptedModel(logits).generate(**pad([[1], [1, 5]], "left"), max_new_tokens=1, repetition_penalty=2.0)
+    assert output[:, -1].tolist() == [PAD, PAD]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("option", ["min_new_tokens", "min_length"])
+def test_min_new_tokens_forbids_the_eos_before_that_place_only(side, option):
+    """A model that says EOS everywhere, next best token 3: the first four places must be something else."""
+    logits = torch.zeros(9, VOCAB_SIZE)
+    logits[:, [EOS, 3]] = torch.tensor([25.0, 15.0])
+    for prompts in ([[1]], [[1], [1, 2, 5]]):
+        width = max(map(len, prompts))
+        minimum = {option: 4 if option == "min_new_tokens" else width + 4}
+        model = ScriptedModel(logits)
+        output = model.generate(**pad(prompts, side), max_new_tokens=6, block_size=3, **minimum)
+        assert output[:, width:].tolist() == [[3, 3, 3, 3, EOS]] * len(prompts)
+        assert len(model.calls) == 2, "the place of a token decides, not how much is decoded before it"
+
+
+def test_other_length_processors_count_alike_in_rows_of_all_lengths():
+    logits = torch.zeros(9, VOCAB_SIZE)
+    logits[:, 3] = 15.0
+    options = {"max_new_tokens": 4, "block_size": 1, "forced_eos_token_id": EOS}
+    for prompts in ([[1]], [[1], [1, 2, 5]]):
+        output = ScriptedModel(logits).generate(**pad(prompts, "left"), **options)
+        assert output[:, max(map(len, prompts)) :].tolist() == [[3, 3, 3, EOS]] * len(prompts)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_length_processors_go_by_the_place_of_a_token_when_many_are_decoded_at_once(side):
+    """`begin_suppress_tokens` forbids one at the first place only, `forced_eos_token_id` says what is at the last."""
+    logits = torch.zeros(12, VOCAB_SIZE)
+    logits[:, [3, 4]] = torch.tensor([25.0, 15.0])
+    for prompts in ([[1]], [[1], [1, 2, 5]]):
+        model = ScriptedModel(logits)
+        output = model.generate(
+            **pad(prompts, side), max_new_tokens=4, block_size=4, forced_eos_token_id=EOS, begin_suppress_tokens=[3]
+        )
+        assert output[:, max(map(len, prompts)) :].tolist() == [[4, 3, 3, EOS]] * len(prompts)
+        assert len(model.calls) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prefix_constraint_holds_for_every_token_in_every_row(side):
+    """After an even token its successor, after an odd one anything even; each row has its own first token."""
+    model, width = tiny_model(seed=2), 5
+    asked = []
+
+    def allowed(row: int, text: torch.LongTensor) -> list[int]:
+        asked.append(row)
+        assert len(text) >= width
+        if len(text) == width:
+            return [10 + 2 * row]
+        last = int(text[-1])
+        return [last + 1] if last % 2 == 0 else list(range(0, 36, 2))
+
+    inputs = pad(random_prompts([5, 2, 4], seed=1), side)
+    output = model.generate(
+        **inputs, max_new_tokens=9, block_size=3, prefix_allowed_tokens_fn=allowed, confidence_threshold=0.0
+    )
+    responses = output[:, width:].tolist()
+    for row, tokens in enumerate(responses):
+        assert tokens[0] == 10 + 2 * row and len(tokens) == 9
+        for last, token in zip(tokens, tokens[1:], strict=False):
+            assert token == last + 1 if last % 2 == 0 else token % 2 == 0
+    assert set(asked) == {0, 1, 2}
+
+
+def test_a_prefix_constraint_that_allows_nothing_is_an_error():
+    with pytest.raises(ValueError, match="`prefix_allowed_tokens_fn` must allow"):
+        tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, prefix_allowed_tokens_fn=lambda row, text: [])
+
+
+REPEAT = torch.zeros(20, VOCAB_SIZE)
+REPEAT[:, [3, 4, 5]] = torch.tensor([25.0, 15.0, 10.0])
+
+
+def test_a_bad_word_of_several_tokens_never_comes_out():
+    """The model wants 3 everywhere, and would decode all places at once."""
+    output = ScriptedModel(REPEAT).generate(
+        torch.tensor([[3]]), max_new_tokens=6, block_size=6, bad_words_ids=[[3, 3]]
+    )
+    assert output.tolist() == [[3, 4, 3, 4, 3, 4, 3]]
+    single = ScriptedModel(REPEAT)
+    assert single.generate(torch.tensor([[0]]), max_new_tokens=6, bad_words_ids=[[3]]).tolist() == [[0] + [4] * 6]
+    assert len(single.calls) == 2, "a single token needs no waiting: two blocks, opened one after the other"
+
+
+def test_no_n_gram_is_repeated():
+    output = ScriptedModel(REPEAT).generate(
+        torch.tensor([[0]]), max_new_tokens=7, block_size=7, no_repeat_ngram_size=2
+    )
+    tokens = output[0].tolist()
+    pairs = list(zip(tokens, tokens[1:], strict=False))
+    assert len(set(pairs)) == len(pairs) and tokens[:3] == [0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress_tokens": [3, 5]},
+        {"top_k": 3, "do_sample": True},
+        {"top_p": 0.7, "do_sample": True},
+        {"min_p": 0.2, "do_sample": True},
+        {"typical_p": 0.6, "do_sample": True},
+        {"epsilon_cutoff": 0.02, "do_sample": True},
+        {"eta_cutoff": 0.02, "do_sample": True},
+        {"temperature": 0.3, "do_sample": True},
+        {"renormalize_logits": True, "temperature": 3.0, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_stock_processors_leave_what_they_leave_a_stock_model(options):
+    """The scores that tokens are chosen from are the processors' of transformers, called one text at a time."""
+    model = tiny_model(seed=4)
+    inputs = pad(random_prompts([3, 6], seed=3), "left")
+    torch.manual_seed(0)
+    output = model.generate(
+        **inputs, max_new_tokens=6, return_dict_in_generate=True, output_scores=True, output_logits=True, **options
+    )
+    config, _ = model._prepare_generation_config(None, max_new_tokens=6, **options)
+    model._prepare_special_tokens(config, device="cpu")
+    stock = model._get_logits_processor(config, input_ids_seq_length=6, device="cpu")
+    assert len(stock) > 0
+    compared = 0
+    for place, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
+        for row in range(2):
+            if not scores[row].any():
+                continue  # behind the end of the row
+            own = logits[row : row + 1].clone()
+            own[:, MASK] = -torch.inf
+            torch.testing.assert_close(stock(output.sequences[row : row + 1, : 6 + place], own)[0], scores[row])
+            compared += 1
+    assert compared > 6
