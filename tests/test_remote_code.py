@@ -10,26 +10,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import d2f_hf.modeling
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from d2f_hf import D2FLLaDAForBlockDiffusion
-from tiny_models import PAD, letter_tokenizer, tiny_model
+from tiny_models import FAMILIES, PAD, letter_tokenizer, tiny_model
 
-CODE_FILES = {
-    "block_causal.py",
-    "cache_d2f.py",
-    "configuration_d2f_llada.py",
-    "generation_d2f.py",
-    "modeling_d2f_llada.py",
-}
+SOURCE = Path(d2f_hf.modeling.__file__).parent
+CLASS_NAMES = {"llada": "D2FLLaDAForBlockDiffusion", "dream": "D2FDreamForBlockDiffusion"}
+TARGETS = {"llada": ["q_proj", "attn_out", "up_proj"], "dream": ["q_proj", "o_proj", "up_proj"]}
 PROMPT = "hello there"
-LORA = {"r": 2, "target_modules": ["q_proj", "attn_out", "up_proj"], "init_lora_weights": False}
+all_families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def code_files(family: str) -> set[str]:
+    """All of the code, except what is particular to another family."""
+    suffixes = tuple(f"_{other}.py" for other in FAMILIES if other != family)
+    return {path.name for path in SOURCE.glob("*.py") if not path.name.endswith(suffixes)} - {"__init__.py"}
+
 
 PREAMBLE = """
+import json
 import sys
 from pathlib import Path
 
@@ -46,12 +50,11 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-root = Path(sys.argv[1])
-prompt = sys.argv[2]
+top, prompt, class_names, targets = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
 
 
-def load(name, auto_class=AutoModelForCausalLM):
-    return auto_class.from_pretrained(root / name, trust_remote_code=True).eval()
+def load(path, auto_class=AutoModelForCausalLM):
+    return auto_class.from_pretrained(path, trust_remote_code=True).eval()
 
 
 @torch.no_grad()
@@ -67,67 +70,75 @@ def outcome(model, name):
 FIRST = (
     PREAMBLE
     + """
-model = load("saved")
-assert type(load("saved", AutoModel)) is type(model) and type(model).__name__ == "D2FLLaDAForBlockDiffusion"
-assert type(model).__module__.startswith("transformers_modules.")
-assert type(model.generation_config).__name__ == "D2FGenerationConfig"
-assert model.generation_config.confidence_threshold == 0.55
-results = outcome(model, "saved") | outcome(load("saved", AutoModel), "saved_auto_model")
+for family, class_name in class_names.items():
+    root = top / family
+    model = load(root / "saved")
+    assert type(load(root / "saved", AutoModel)) is type(model) and type(model).__name__ == class_name
+    assert type(model).__module__.startswith("transformers_modules.")
+    assert type(model.generation_config).__name__ == "D2FGenerationConfig"
+    assert model.generation_config.confidence_threshold == 0.55
+    results = outcome(model, "saved") | outcome(load(root / "saved", AutoModel), "saved_auto_model")
 
-model.train()
-ids = torch.arange(12)[None]
-loss = model(ids, labels=ids).loss
-loss.backward()
-torch.optim.SGD(model.parameters(), lr=0.1).step()
-results["loss"] = loss.detach()
-model.eval().save_pretrained(root / "trained")
-results |= outcome(model, "trained")
+    model.train()
+    ids = torch.arange(12)[None]
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    results["loss"] = loss.detach()
+    model.eval().save_pretrained(root / "trained")
+    results |= outcome(model, "trained")
 
-torch.manual_seed(0)
-lora = get_peft_model(
-    load("saved"),
-    LoraConfig(r=2, target_modules=["q_proj", "attn_out", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
-)
-lora.eval()
-lora.save_pretrained(root / "adapter")
-results |= outcome(lora, "adapter")
-merged = lora.merge_and_unload()
-merged.save_pretrained(root / "merged")
-results |= outcome(merged, "merged")
-save_file({name: value.contiguous() for name, value in results.items()}, root / "first.safetensors")
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=targets[family], init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = get_peft_model(load(root / "saved"), config)
+    lora.eval()
+    lora.save_pretrained(root / "adapter")
+    results |= outcome(lora, "adapter")
+    merged = lora.merge_and_unload()
+    merged.save_pretrained(root / "merged")
+    results |= outcome(merged, "merged")
+    save_file({name: value.contiguous() for name, value in results.items()}, root / "first.safetensors")
 """
 )
 
 SECOND = (
     PREAMBLE
     + """
-results = outcome(load("trained"), "trained") | outcome(load("merged"), "merged")
-adapter = AutoPeftModelForCausalLM.from_pretrained(root / "adapter", trust_remote_code=True).eval()
-results |= outcome(adapter, "adapter")
-load("trained").save_pretrained(root / "trained_again")
-save_file({name: value.contiguous() for name, value in results.items()}, root / "second.safetensors")
+for family in class_names:
+    root = top / family
+    results = outcome(load(root / "trained"), "trained") | outcome(load(root / "merged"), "merged")
+    adapter = AutoPeftModelForCausalLM.from_pretrained(root / "adapter", trust_remote_code=True).eval()
+    results |= outcome(adapter, "adapter")
+    load(root / "trained").save_pretrained(root / "trained_again")
+    save_file({name: value.contiguous() for name, value in results.items()}, root / "second.safetensors")
 """
 )
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """`saved`, made here, and what the two processes make of it."""
+def folders(tmp_path_factory) -> Path:
+    """`saved` of each family, made here, and what the two processes make of it."""
     root = tmp_path_factory.mktemp("hub")
-    model = tiny_model()
-    model.generation_config.confidence_threshold = 0.55
-    model.save_pretrained(root / "saved")
-    letter_tokenizer().save_pretrained(root / "saved")
+    for family in FAMILIES:
+        model = tiny_model(family=family)
+        model.generation_config.confidence_threshold = 0.55
+        model.save_pretrained(root / family / "saved")
+        letter_tokenizer().save_pretrained(root / family / "saved")
     blocked = {"PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"}
     environment = {name: value for name, value in os.environ.items() if name not in blocked}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home"), "PYTHONWARNINGS": "ignore"}
     for script in (FIRST, SECOND):
-        command = [sys.executable, "-c", script, str(root), PROMPT]
+        command = [sys.executable, "-c", script, str(root), *map(json.dumps, (PROMPT, CLASS_NAMES, TARGETS))]
         # In its own empty folder, so that nothing of the checkout is importable by accident.
         (root / "elsewhere").mkdir(exist_ok=True)
         done = subprocess.run(command, cwd=root / "elsewhere", env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     return root
+
+
+@pytest.fixture
+def folder(folders, family) -> Path:
+    return folders / family
 
 
 def outcome(model, name: str) -> dict[str, torch.Tensor]:
@@ -147,38 +158,41 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=f"{name}.{kind} differs")
 
 
+@all_families
 @pytest.mark.parametrize("name", ["saved", "trained", "trained_again", "merged"])
-def test_a_saved_folder_holds_weights_configs_and_exactly_the_code(folder, name):
+def test_a_saved_folder_holds_weights_configs_and_exactly_the_code(folder, family, name):
     """`trained` and `merged` were saved by models loaded from a folder, `trained_again` by one loaded from that."""
     path = folder / name
-    assert {file.name for file in path.glob("*.py")} == CODE_FILES
-    for file in CODE_FILES:
-        assert (path / file).read_text() == (folder / "saved" / file).read_text()
+    assert {file.name for file in path.glob("*.py")} == code_files(family)
+    for file in code_files(family):
+        assert (path / file).read_text() == (SOURCE / file).read_text()
     assert (path / "model.safetensors").exists()
     config = json.loads((path / "config.json").read_text())
+    class_name = CLASS_NAMES[family]
     assert config["auto_map"] == {
-        "AutoConfig": "configuration_d2f_llada.D2FLLaDAConfig",
-        "AutoModel": "modeling_d2f_llada.D2FLLaDAForBlockDiffusion",
-        "AutoModelForCausalLM": "modeling_d2f_llada.D2FLLaDAForBlockDiffusion",
+        "AutoConfig": f"configuration_d2f_{family}." + class_name.replace("ForBlockDiffusion", "Config"),
+        "AutoModel": f"modeling_d2f_{family}.{class_name}",
+        "AutoModelForCausalLM": f"modeling_d2f_{family}.{class_name}",
     }
-    assert config["architectures"] == ["D2FLLaDAForBlockDiffusion"]
+    assert config["architectures"] == [class_name]
     generation_config = json.loads((path / "generation_config.json").read_text())
     assert generation_config["decoding"] == "d2f"
     assert generation_config["confidence_threshold"] == 0.55
 
 
-def test_the_code_in_a_saved_folder_is_the_code_here(folder):
-    import d2f_hf.modeling
+def test_the_code_of_a_family_is_all_but_that_of_the_other():
+    assert {"block_causal.py", "cache_d2f.py", "configuration_d2f.py", "modeling_d2f.py"} <= code_files("llada")
+    own = {
+        family: code_files(family) - code_files(other) for family, other in (("llada", "dream"), ("dream", "llada"))
+    }
+    assert own == {family: {f"configuration_d2f_{family}.py", f"modeling_d2f_{family}.py"} for family in FAMILIES}
 
-    source = Path(d2f_hf.modeling.__file__).parent
-    for file in CODE_FILES:
-        assert (folder / "saved" / file).read_text() == (source / file).read_text()
-    assert {file.name for file in source.glob("*.py")} >= CODE_FILES
 
-
+@all_families
 def test_without_the_package_logits_and_tokens_are_the_same(folder):
     first = load_file(folder / "first.safetensors")
-    model = D2FLLaDAForBlockDiffusion.from_pretrained(folder / "saved").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "saved").eval()
+    assert type(model).__module__.startswith("d2f_hf.")
     here = outcome(model, "saved")
     assert_same(first, here, ["saved"])
     assert_same(
@@ -186,15 +200,16 @@ def test_without_the_package_logits_and_tokens_are_the_same(folder):
     )
 
 
+@all_families
 def test_a_training_step_survives_saving_and_another_process(folder):
     first, second = load_file(folder / "first.safetensors"), load_file(folder / "second.safetensors")
     assert first["loss"].isfinite() and not first["trained.logits"].equal(first["saved.logits"])
     assert_same(second, first, ["trained"])
-    assert_same(
-        outcome(D2FLLaDAForBlockDiffusion.from_pretrained(folder / "trained").eval(), "trained"), first, ["trained"]
-    )
+    here = AutoModelForCausalLM.from_pretrained(folder / "trained").eval()
+    assert_same(outcome(here, "trained"), first, ["trained"])
 
 
+@all_families
 def test_an_adapter_and_its_merged_model_survive_saving_and_another_process(folder):
     first, second = load_file(folder / "first.safetensors"), load_file(folder / "second.safetensors")
     assert not torch.allclose(first["adapter.logits"], first["saved.logits"], atol=0.1), (
@@ -207,16 +222,18 @@ def test_an_adapter_and_its_merged_model_survive_saving_and_another_process(fold
 # ---- adapters, here ----
 
 
+@all_families
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_an_adapter_generates_merges_saves_and_reloads(task_type, tied, tmp_path):
-    tiny_model(weight_tying=tied).save_pretrained(tmp_path / "base")
+def test_an_adapter_generates_merges_saves_and_reloads(family, task_type, tied, tmp_path):
+    tiny_model(family=family, tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
 
     def base():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
     torch.manual_seed(0)
-    lora = get_peft_model(base(), LoraConfig(**LORA, task_type=task_type)).eval()
+    config = LoraConfig(r=2, target_modules=TARGETS[family], init_lora_weights=False, task_type=task_type)
+    lora = get_peft_model(base(), config).eval()
     expected = outcome(lora, "x")
     assert not torch.allclose(expected["x.logits"], outcome(base(), "x")["x.logits"], atol=0.1)
     ids = letter_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
@@ -237,7 +254,7 @@ def test_an_adapter_generates_merges_saves_and_reloads(task_type, tied, tmp_path
         assert outcome(lora, "x")["x.logits"].equal(outcome(base(), "x")["x.logits"])
 
     merged = lora.merge_and_unload()
-    assert type(merged) is D2FLLaDAForBlockDiffusion
+    assert type(merged) is FAMILIES[family][1]
     merged_outcome = outcome(merged, "x")
     assert_same(merged_outcome, expected, ["x"], tolerance=1e-4)
     merged.save_pretrained(tmp_path / "merged")
@@ -245,9 +262,11 @@ def test_an_adapter_generates_merges_saves_and_reloads(task_type, tied, tmp_path
         assert_same(outcome(auto_class.from_pretrained(tmp_path / "merged").eval(), "x"), merged_outcome, ["x"])
 
 
-def test_merging_in_bfloat16_stays_close():
+@all_families
+def test_merging_in_bfloat16_stays_close(family):
     torch.manual_seed(0)
-    lora = get_peft_model(tiny_model().to(torch.bfloat16), LoraConfig(**LORA)).eval()
+    config = LoraConfig(r=2, target_modules=TARGETS[family], init_lora_weights=False)
+    lora = get_peft_model(tiny_model(family=family).to(torch.bfloat16), config).eval()
     ids = torch.randint(0, PAD, (1, 8))
     with torch.no_grad():
         before = lora(input_ids=ids).logits
