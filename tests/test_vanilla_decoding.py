@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from d2f_hf.modeling.decoding_rules import vanilla_accepted_tokens
+from d2f_hf.modeling.decoding_rules import choose_tokens, vanilla_accepted_tokens
 
 from d2f_hf import load_d2f_model
 from golden_data import GOLDEN
@@ -57,6 +57,17 @@ DREAM_ALGORITHMS = {
 }
 
 
+# Steps of the recording that accept a token whose rank value is not among the best: by 0.007 % to 1.2 %, in float64
+# too. In the other 895 ranked steps, many of them closer, recording and rank values agree.
+NOT_THE_BEST = {
+    ("maskgit_plus_s8_n32", 1): 0,
+    ("topk_margin_s24_n48", 1): 2,
+    ("entropy_s32_n32", 2): 21,  # behind the EOS
+    ("entropy_s24_n48", 0): 19,
+    ("entropy_s24_n48", 1): 9,
+}
+
+
 @pytest.mark.parametrize("result", dream["results"], ids=lambda r: f"{r['setting']}-{r['prompt']}")
 def test_the_samplers_of_dream_are_reproduced(result):
     setting, prompt = dream["settings"][result["setting"]], dream["prompts"][result["prompt"]]
@@ -73,8 +84,40 @@ def test_the_samplers_of_dream_are_reproduced(result):
         **DREAM_ALGORITHMS[setting["alg"]],
     )
     expected = until_eos(result["tokens"], golden_model("dream").config.eos_token_id)
-    assert output.sequences[0, len(prompt) :].tolist() == expected
+    tokens = output.sequences[0, len(prompt) :].tolist()
     assert output.num_forward_passes.item() == result["forwards"]
+    key = (result["setting"], result["prompt"])
+    if key in NOT_THE_BEST and key != ("entropy_s32_n32", 2):
+        assert tokens != expected, "it is reproduced after all: take it off the list"
+    else:
+        assert tokens == expected
+
+
+@pytest.mark.parametrize(("setting", "prompt"), NOT_THE_BEST, ids=str)
+def test_a_run_that_differs_does_so_in_one_step_and_in_its_second_best_token(setting, prompt):
+    """From the recorded tokens before it, every other step is reproduced."""
+    [result] = [r for r in dream["results"] if (r["setting"], r["prompt"]) == (setting, prompt)]
+    options, ids = dream["settings"][setting], list(dream["prompts"][prompt])
+    begin, size = len(ids), options["max_new_tokens"]
+    ids += [dream["mask_token_id"]] * size
+    model = golden_model("dream")
+    for step, commits in enumerate(result["commits"]):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, begin - 1 : -1]
+        ranking_name = DREAM_ALGORITHMS[options["alg"]]["token_ranking"]
+        _, _, ranking = choose_tokens(logits, False, ranking_name, dream["mask_token_id"])
+        is_masked = torch.tensor([ids[begin:]]) == dream["mask_token_id"]
+        accepted = vanilla_accepted_tokens(is_masked, ranking[None], step, options["steps"], "linear")[0]
+        recorded = torch.zeros(size, dtype=torch.bool)
+        recorded[[position - begin for position, _ in commits]] = True
+        if step == NOT_THE_BEST[setting, prompt]:
+            left_out, instead = ranking[accepted & ~recorded], ranking[recorded & ~accepted]
+            assert len(left_out) == len(instead) == 1
+            assert 0 < (left_out - instead) / left_out.abs() < 0.0125
+        else:
+            assert accepted.equal(recorded)
+        for position, token in commits:
+            ids[position] = token
 
 
 def vanilla_oracle(logits_fn, prompt, limit, block_size, steps_per_block, right_shift_logits):
