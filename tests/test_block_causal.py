@@ -125,8 +125,9 @@ def test_the_mask_equals_the_references_training_masks():
         assert mask.equal(golden[case["tensor"]].bool())
 
 
-def test_the_mask_equals_the_references_decoding_masks():
-    golden = load_file(GOLDEN / "logits_llada.safetensors")
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_the_mask_equals_the_references_decoding_masks(family):
+    golden = load_file(GOLDEN / f"logits_{family}.safetensors")
     names = [name for name in golden if name.startswith("mask_allowed.")]
     assert len(names) >= 6
     for name in names:
