@@ -19,6 +19,7 @@ from d2f_hf.modeling import (
 
 if TYPE_CHECKING:
     from d2f_hf.data import D2FDataCollator, tokenize_example
+    from d2f_hf.loading import load_d2f_model
     from d2f_hf.trainer import D2FTrainer
     from d2f_hf.training_args import D2FTrainingArguments
 
@@ -33,18 +34,20 @@ for _config, _model in (
     AutoModelForCausalLM.register(_config, _model)
 
 # Imported when first used, because training needs the packages of the extra `d2f-hf[train]` and decoding does not.
-_TRAINING = {
+# `load_d2f_model` needs peft only for adapters, and says so itself.
+_IMPORTED_WHEN_USED = {
     "D2FDataCollator": "d2f_hf.data",
     "D2FTrainer": "d2f_hf.trainer",
     "D2FTrainingArguments": "d2f_hf.training_args",
+    "load_d2f_model": "d2f_hf.loading",
     "tokenize_example": "d2f_hf.data",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _TRAINING:
+    if name in _IMPORTED_WHEN_USED:
         try:
-            return getattr(importlib.import_module(_TRAINING[name]), name)
+            return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
         except ModuleNotFoundError as error:
             raise ImportError(f'`{name}` needs {error.name}: pip install "d2f-hf[train]"') from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,5 +67,6 @@ __all__ = [
     "D2FTrainer",
     "D2FTrainingArguments",
     "__version__",
+    "load_d2f_model",
     "tokenize_example",
 ]
