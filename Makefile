@@ -8,7 +8,7 @@ BENCH_ARGS ?=
 PYTHON_FOLDERS := src modeling examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-floor style quality bench reference-model build clean
+.PHONY: help install demo test test-floor nightly style quality bench reference-model build clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -45,6 +45,10 @@ test: .venv/.installed ## run the tests that are not marked nightly
 test-floor: export HF_HUB_OFFLINE = 1
 test-floor: .venv-floor/.installed ## the same tests on the oldest supported versions, in .venv-floor
 	.venv-floor/bin/python -m pytest $(PYTEST_ARGS)
+
+nightly: export HF_HUB_OFFLINE = 1
+nightly: .venv/.installed ## the long tests
+	$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
 
 style: .venv/.installed ## fix and format the code
 	$(BIN)/ruff check --fix $(PYTHON_FOLDERS)

@@ -110,6 +110,26 @@ def test_loss_and_lora_gradients_equal_those_of_the_reference(tmp_path):
         assert gradients[peft_name] == pytest.approx(norm, rel=1e-3)
 
 
+def test_the_label_weight_mixes_divergence_and_cross_entropy_to_the_true_tokens(tmp_path):
+    losses = {}
+    for weight in (0.0, 0.25, 1.0):
+        model = tiny_model(seed=1)
+        trainer = D2FTrainer(
+            model,
+            arguments(tmp_path, label_weight=weight),
+            train_dataset=tiny_dataset(),
+            peft_config=without_dropout(),
+        )
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        loss, outputs = trainer.compute_loss(trainer.model.train(), batch, return_outputs=True)
+        losses[weight] = loss.item()
+    is_masked, ratios = batch["is_masked"], batch["mask_ratios"][batch["is_masked"]]
+    true = torch.nn.functional.cross_entropy(outputs["logits"], batch["labels"][is_masked], reduction="none")
+    assert losses[1.0] == pytest.approx((true / ratios).mean().item(), rel=1e-5)
+    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-5)
+    assert abs(losses[0.0] - losses[1.0]) > 0.01
+
+
 def test_the_teacher_is_the_model_without_adapter_and_sees_everything(tmp_path):
     model = tiny_model()
     base_logits = {}
@@ -415,6 +435,8 @@ def test_raw_examples_are_tokenized_with_the_tokenizer(tmp_path):
         ({"mask_ratio_high": 1.5}, "mask_ratio_high"),
         ({"decoding_probability": 2.0, "objective": "masked_diffusion"}, "decoding_probability"),
         ({"causal_probability": 0.5}, "causal_probability"),
+        ({"label_weight": 1.5}, "label_weight"),
+        ({"label_weight": 0.5, "objective": "masked_diffusion"}, "label_weight"),
         ({"block_size": 0}, "block_size"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
     ],

@@ -255,6 +255,7 @@ def train_student() -> None:
         mask_ratio_low=0.2,
         mask_ratio_high=1.0,
         decoding_probability=0.7,
+        label_weight=0.8,
         learning_rate=2e-3,
         warmup_steps=50,
     )

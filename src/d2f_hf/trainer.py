@@ -141,7 +141,8 @@ class D2FTrainer(Trainer):
 
         1. The teacher, bidirectional, sees the whole noisy sequence.
         2. The student, block-causal, sees it up to the end of a token's own block.
-        3. The divergence of the two over the masked tokens (Eq. 3).
+        3. The divergence of the two over the masked tokens (Eq. 3); with `label_weight`, mixed with the student's
+           cross-entropy to the true tokens.
 
         For masked diffusion: the bidirectional model's cross-entropy to the true tokens.
         """
@@ -173,6 +174,11 @@ class D2FTrainer(Trainer):
                 weighting=self.args.weighting,
                 num_items=num_items_in_batch,
             )
+            if self.args.label_weight > 0.0:
+                label_loss = masked_diffusion_loss(
+                    logits, inputs["labels"][is_masked], mask_ratios, num_items=num_items_in_batch
+                )
+                loss = (1.0 - self.args.label_weight) * loss + self.args.label_weight * label_loss
         if self.args.average_tokens_across_devices and model.training:
             # The processes' gradients are averaged, but the count is that of all processes.
             loss = loss * self.accelerator.num_processes

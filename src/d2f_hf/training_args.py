@@ -36,6 +36,9 @@ class D2FTrainingArguments(TrainingArguments):
             For distillation, see [`~losses.token_divergence`].
         weighting (`str`, *optional*, defaults to `"inverse_mask_ratio"`):
             For distillation, see [`~losses.distillation_loss`].
+        label_weight (`float`, *optional*, defaults to 0.0):
+            For distillation: weight w of the true tokens. The loss is (1 - w) times the divergence from the teacher
+            plus w times the cross-entropy to the true tokens / mask ratio. Not in the paper.
         eos_tail (`str`, *optional*, defaults to `"batch"`):
             How far EOS tokens follow a response, see [`D2FDataCollator`].
 
@@ -54,6 +57,7 @@ class D2FTrainingArguments(TrainingArguments):
     )
     divergence: str = field(default="cross_entropy", metadata={"help": f"One of {', '.join(DIVERGENCES)}."})
     weighting: str = field(default="inverse_mask_ratio", metadata={"help": f"One of {', '.join(WEIGHTINGS)}."})
+    label_weight: float = field(default=0.0, metadata={"help": "Distillation: weight of the true tokens."})
     eos_tail: str = field(default="batch", metadata={"help": "'batch', 'block' or 'none'."})
     # The dataset's columns are not arguments of the model's forward: the collator turns them into such.
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
@@ -90,6 +94,11 @@ class D2FTrainingArguments(TrainingArguments):
             share = getattr(self, name)
             if not 0.0 <= share <= 1.0:
                 raise ValueError(f"`{name}` must be in [0, 1], got {share}. It is a share of rows.")
+        if not 0.0 <= self.label_weight <= 1.0 or (self.label_weight > 0.0 and self.objective != "distillation"):
+            raise ValueError(
+                f"`label_weight` must be in [0, 1], and 0 unless objective='distillation', got {self.label_weight} "
+                f"with objective={self.objective!r}. Leave it out for the paper's loss."
+            )
         if self.causal_probability > 0.0 and self.objective != "masked_diffusion":
             raise ValueError(
                 f"`causal_probability` (got {self.causal_probability}) has no meaning with "
