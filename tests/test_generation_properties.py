@@ -1,0 +1,121 @@
+"""What holds for every model, batch and setting of `generate(decoding="d2f")`, on random ones.
+
+150 cases in the ordinary tests; `make nightly` runs 2,000 more, with other seeds each time.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from prompts import pad
+from reference_decoding import reference_decode
+from tiny_models import EOS, MASK, PAD, plain_logits, tiny_model
+
+FULL = {"return_dict_in_generate": True, "output_trace": True}
+
+
+@cache
+def model_of(family: str, kind: str, seed: int):
+    options = {
+        "plain": {},
+        "grouped": {"num_key_value_heads": 2},
+        "tied": {"tie_word_embeddings": True},
+        "other shift": {"right_shift_logits": family == "llada"},
+    }[kind]
+    return tiny_model(seed=seed, family=family, **options)
+
+
+@st.composite
+def cases(draw):
+    thresholds = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), st.floats(0.0, 1.0))
+    prompt = st.lists(st.integers(0, PAD - 1), min_size=1, max_size=9)
+    return {
+        "model": (
+            draw(st.sampled_from(["llada", "dream"])),
+            draw(st.sampled_from(["plain", "grouped", "tied", "other shift"])),
+            draw(st.integers(0, 3)),
+        ),
+        "implementation": draw(st.sampled_from(["eager", "sdpa", "flex_attention"])),
+        "prompts": draw(st.lists(prompt, min_size=1, max_size=4)),
+        "side": draw(st.sampled_from(["left", "right"])),
+        "options": {
+            "max_new_tokens": draw(st.integers(1, 20)),
+            "block_size": draw(st.integers(1, 9)),
+            "block_add_threshold": draw(thresholds),
+            "block_activation_threshold": draw(thresholds),
+            "confidence_threshold": draw(thresholds),
+            "token_ranking": draw(st.sampled_from(["probability", "neg_entropy", "margin"])),
+            "max_active_blocks": draw(st.sampled_from([None, 1, 2, 3])),
+        },
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+@given(cases())
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def test_what_holds_for_every_model_batch_and_setting(case):
+    model = model_of(*case["model"])
+    model.set_attn_implementation(case["implementation"])
+    prompts, options = case["prompts"], case["options"]
+    inputs = pad(prompts, case["side"])
+    width, limit, block_size = inputs["input_ids"].shape[1], options["max_new_tokens"], options["block_size"]
+
+    with torch.compiler.set_stance("force_eager"):
+        batch = model.generate(**inputs, **options, **FULL)
+        sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0, **options}
+        samples = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(case["seed"])
+            samples.append(model.generate(**inputs, **sampling, **FULL, generator=generator))
+
+    for output in (batch, samples[0]):
+        assert output.sequences[:, :width].equal(inputs["input_ids"]), "the prompt is unchanged"
+        assert width < output.sequences.shape[1] <= width + limit
+        assert MASK not in output.sequences[:, width:]
+        for row, response in enumerate(output.sequences[:, width:].tolist()):
+            end = response.index(EOS) + 1 if EOS in response else limit
+            assert len(response) >= end and set(response[end:]) <= {PAD}
+            num_forward_passes = output.num_forward_passes[row].item()
+            assert num_forward_passes <= min(end - 1 + block_size, limit), "each decodes a token up to the EOS's block"
+            assert all(step["accepted"] for step in output.trace[row])
+            assert num_forward_passes == len(output.trace[row])
+            assert output.tokens_per_forward[row].item() == pytest.approx(end / num_forward_passes)
+    assert samples[0].sequences.equal(samples[1].sequences) and samples[0].trace == samples[1].trace
+
+    logits_fn = plain_logits(model)
+    rules = {
+        **options,
+        "mask_token_id": MASK,
+        "eos_token_ids": EOS,
+        "right_shift_logits": model.config.right_shift_logits,
+    }
+    noise = torch.Generator().manual_seed(case["seed"])
+    for row, prompt in enumerate(prompts):
+        expected = reference_decode(logits_fn, prompt, **rules)
+        # A decision that rounding can turn over is no test of the rules.
+        shaken = reference_decode(
+            lambda *args: (x := logits_fn(*args)) + 3e-5 * torch.randn(x.shape, generator=noise), prompt, **rules
+        )
+        assume(shaken == expected)
+        response = batch.sequences[row, width:].tolist()
+        assert response[: len(expected.tokens)] == expected.tokens
+        assert batch.trace[row] == expected.trace, "as the uncached oracle, on this row alone"
+        alone = model.generate(torch.tensor([prompt]), **options, **FULL)
+        assert alone.sequences[0, len(prompt) :].tolist() == expected.tokens
+        assert alone.trace[0] == batch.trace[row]
+
+
+@pytest.mark.nightly
+def test_the_same_holds_for_two_thousand_more_cases():
+    more = settings(
+        max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    )
+    more(given(cases())(test_what_holds_for_every_model_batch_and_setting.hypothesis.inner_test))()
