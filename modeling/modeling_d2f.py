@@ -343,6 +343,10 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         # Labels stand at the masked positions; whether logits are one position ahead of them is the model's matter.
         self.loss_type = "ForCausalLM" if config.right_shift_logits else "ForMaskedLM"
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head."""
+        raise NotImplementedError
+
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(

@@ -880,11 +880,11 @@ def test_the_parallel_plans_name_modules_that_exist_and_cover_every_projection(f
     model = model_with("sdpa", family)
     names = [name for name, _ in model.named_modules()]
     planned = set()
-    for pattern in model.config.base_model_tp_plan:
+    for pattern in model.config.base_model_tp_plan or ():
         found = matches(f"model.{pattern}", names)
         assert len(found) == model.config.num_hidden_layers, pattern
         planned.update(found)
-    for pattern in type(model)._tp_plan:
+    for pattern in type(model)._tp_plan or ():
         assert matches(pattern, names), pattern
         planned.update(matches(pattern, names))
     assert planned == {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}

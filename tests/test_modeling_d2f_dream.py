@@ -15,5 +15,5 @@ def test_queries_keys_and_values_have_biases_that_count_and_nothing_else_has():
         expected = model(ids).logits
         for projection in ("q_proj", "k_proj", "v_proj"):
             changed = tiny_model(family="dream")
-            getattr(changed.model.layers[1].self_attn, projection).bias.zero_()
+            getattr(changed.model.get_layers()[1].self_attn, projection).bias.zero_()
             assert not torch.allclose(changed(ids).logits, expected, atol=1e-3), projection

@@ -12,7 +12,7 @@ def test_the_head_is_a_part_of_the_transformer_as_in_the_original_checkpoints():
     assert isinstance(model.model, D2FLLaDAModel)
     assert model.get_output_embeddings() is model.model.transformer.ff_out
     assert model.get_input_embeddings() is model.model.transformer.wte
-    assert not list(model.model.transformer.blocks[0].attention.parameters()), "the projections belong to the block"
+    assert not list(model.model.get_layers()[0].attention.parameters()), "the projections belong to the block"
 
 
 def test_the_head_can_be_trained_along_with_an_adapter_although_blocks_have_a_part_of_its_name():
