@@ -14,7 +14,14 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from d2f_hf import D2FDataCollator, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, D2FTrainer, D2FTrainingArguments
+from d2f_hf import (
+    D2FDataCollator,
+    D2FLLaDAConfig,
+    D2FLLaDAForBlockDiffusion,
+    D2FTrainer,
+    D2FTrainingArguments,
+    load_d2f_model,
+)
 from d2f_hf.data import D2FNoisingCollator
 
 # B batch, L sequence, M masked tokens
@@ -80,26 +87,27 @@ def losses_of(trainer: D2FTrainer) -> list[float]:
 # ---- the loss ----
 
 
-def test_loss_and_lora_gradients_equal_those_of_the_reference(tmp_path):
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_loss_and_lora_gradients_equal_those_of_the_reference(family, tmp_path):
     tensors = load_file(GOLDEN / "training.safetensors")
-    expected = json.loads((GOLDEN / "training.json").read_text())["loss"]["llada"]
-    base = D2FLLaDAForBlockDiffusion.from_pretrained(GOLDEN / "llada_tiny", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, GOLDEN / "llada_adapter", is_trainable=True)
+    expected = json.loads((GOLDEN / "training.json").read_text())["loss"][family]
+    base = load_d2f_model(GOLDEN / f"{family}_tiny", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, GOLDEN / f"{family}_adapter", is_trainable=True)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     trainer = D2FTrainer(model, arguments(tmp_path, block_size=8))
-    is_masked = tensors["llada.masked_indices"]
+    is_masked = tensors[f"{family}.masked_indices"]
     batch = {
-        "input_ids": tensors["llada.noisy_batch"],
+        "input_ids": tensors[f"{family}.noisy_batch"],
         "attention_mask": torch.ones_like(is_masked).long(),
-        "prompt_lengths": tensors["llada.prompt_lengths"].flatten(),
+        "prompt_lengths": tensors[f"{family}.prompt_lengths"].flatten(),
         "is_masked": is_masked,
-        "mask_ratios": tensors["llada.p_mask"],
-        "labels": tensors["llada.input_ids"].masked_fill(~is_masked, -100),
+        "mask_ratios": tensors[f"{family}.p_mask"],
+        "labels": tensors[f"{family}.input_ids"].masked_fill(~is_masked, -100),
     }
     loss, outputs = trainer.compute_loss(trainer.model.train(), batch, return_outputs=True)
-    torch.testing.assert_close(outputs["logits"], tensors["llada.student_logits_masked"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(outputs["logits"], tensors[f"{family}.student_logits_masked"], atol=1e-4, rtol=0)
     assert loss.item() == pytest.approx(expected["distill"]["loss"], rel=1e-4)
     loss.backward()
     gradients = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
