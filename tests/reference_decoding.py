@@ -118,6 +118,8 @@ def reference_decode(
     trace: list[dict] = []
 
     def decoded_ratio(block: Block) -> float:
+        if block.start < prompt_length:
+            return 1.0  # the prompt is text, whatever is in it
         masks_left = ids[block.start : block.end].count(mask_token_id)
         size = block.end - block.start
         return (size - masks_left) / size

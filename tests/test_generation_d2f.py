@@ -120,7 +120,8 @@ def test_a_batch_of_unequal_prompts_reproduces_every_row_of_the_reference(family
 
 def test_the_golden_runs_are_all_there():
     """If the data were thinned out, the tests above would pass without testing much."""
-    assert (len(whole_runs), len(partial_runs), len(load_runs("decode_adapter_llada.json"))) == (88, 12, 8)
+    assert (len(whole_runs), len(partial_runs)) == (2 * 88, 2 * 12)
+    assert (len(load_runs("decode_adapter_llada.json")), len(load_runs("decode_adapter_dream.json"))) == (8, 8)
 
 
 def test_a_model_that_predicts_its_mask_token_terminates():
