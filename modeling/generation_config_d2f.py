@@ -12,7 +12,7 @@ TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
 
 # Arguments of the vanilla sampler alone, with what a pipelined decoder has in their place.
-_VANILLA_ONLY = {
+VANILLA_ONLY = {
     "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
     "unmask_schedule": "the thresholds decide what is accepted",
     "ranking_temperature": "`temperature` with `do_sample=True` draws the tokens",
@@ -33,6 +33,15 @@ _WITHOUT_MEANING = {
     "output_hidden_states": (None, False),
     "force_words_ids": (None,),
     "constraints": (None,),
+    "num_beam_groups": (None, 1),
+    "diversity_penalty": (None, 0, 0.0),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "decoder_start_token_id": (None,),
+    "is_assistant": (None, False),
+    "prefill_chunk_size": (None,),
+    "compile_config": (None,),
+    "cache_config": (None,),
 }
 
 
@@ -150,7 +159,7 @@ class D2FGenerationConfig(GenerationConfig):
                 "decoding makes its own preallocated cache."
             )
         if self.decoding == "d2f":
-            for name, instead in _VANILLA_ONLY.items():
+            for name, instead in VANILLA_ONLY.items():
                 value = getattr(self, name)
                 if value is not None and not (name == "guidance_scale" and value == 1):
                     raise ValueError(
@@ -162,6 +171,8 @@ class D2FGenerationConfig(GenerationConfig):
                     "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
                     "decoding='vanilla'."
                 )
+        if self.output_trace and self.decoding == "vanilla":
+            raise ValueError("`output_trace` has no meaning with decoding='vanilla'. Leave it out.")
         if self.unmask_schedule == "independent" and self.ranking_temperature:
             raise ValueError(
                 f"`ranking_temperature` (got {self.ranking_temperature}) has no meaning with "

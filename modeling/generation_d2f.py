@@ -39,8 +39,8 @@ from .decoding_rules import (
     spread,
     vanilla_accepted_tokens,
 )
-from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
-from .logits_process_d2f import PrefixConstraint, depends_on_neighbours, process_logits
+from .generation_config_d2f import VANILLA_ONLY, D2FGenerationConfig, D2FGenerationOutput
+from .logits_process_d2f import depends_on_neighbours, process_logits
 from .response_d2f import Response
 
 logger = logging.get_logger(__name__)
@@ -80,7 +80,20 @@ class D2FGenerationMixin(GenerationMixin):
         given = (generation_config, self.generation_config)
         no_length = all(c is None or (c.max_length is None and c.max_new_tokens is None) for c in given)
         no_length = no_length and kwargs.get("max_length") is None and kwargs.get("max_new_tokens") is None
+        if generation_config is not None:
+            known = vars(self.generation_config_class())
+            for name, value in vars(generation_config).items():
+                if name not in known and not name.startswith("_") and value is not None:
+                    raise ValueError(
+                        f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is "
+                        "none. Check the spelling, or leave it out."
+                    )
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        if config.decoding != "vanilla":
+            # What the model's own generation config says for the other mode is no argument of this call.
+            for name in VANILLA_ONLY:
+                if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
+                    setattr(config, name, None)
         config = self.generation_config_class.from_dict(config.to_dict()).with_defaults()
         if config.decoding == "vanilla":
             for name in D2F_ONLY:
@@ -114,16 +127,46 @@ class D2FGenerationMixin(GenerationMixin):
         for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` is not available: guidance is against the prompt masked. Leave it out.")
-        constraint = kwargs.pop("prefix_allowed_tokens_fn", None)
         if generation_config.guidance_scale is not None:  # the vanilla loop does that itself
             generation_config = copy.copy(generation_config)
             generation_config.guidance_scale = None
         # Processors never see the padding of a row, so they need no mask to leave it out.
         kwargs["model_kwargs"] = None
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
-        if constraint is not None:
-            processors.append(PrefixConstraint(constraint))
-        return processors
+        # The smallest length is a matter of a token's place in the response, not of how much is decoded by now: see
+        # `_scores`. The caller's own processors stay.
+        own = {id(processor) for processor in kwargs.get("logits_processor") or ()}
+        by_length = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+        return LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
+
+    def _get_stopping_criteria(self, generation_config, stopping_criteria, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, *args, **kwargs)
+        # The loop itself ends rows at their limit and their EOS. The caller's own criteria stay.
+        own = {id(criterion) for criterion in stopping_criteria or ()}
+        by_end = (MaxLengthCriteria, EosTokenCriteria)
+        return StoppingCriteriaList(c for c in criteria if id(c) in own or not isinstance(c, by_end))
+
+    def _validate_generation_mode(self, generation_mode, *args, **kwargs):
+        if generation_mode not in self._supported_generation_modes:
+            raise ValueError(
+                f"`generate` decodes by {generation_mode.value} with these arguments, which block diffusion cannot. "
+                "Leave out `num_beams`, `assistant_model` and the like; `do_sample` and `num_return_sequences` work."
+            )
+        super()._validate_generation_mode(generation_mode, *args, **kwargs)
+
+    def _validate_model_kwargs(self, model_kwargs):
+        for name in ("position_ids", "prompt_lengths", "labels", "logits_to_keep"):
+            if model_kwargs.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` is decided by `generate` and cannot be passed to it. Leave it out; `attention_mask` "
+                    "says what is padding."
+                )
+        attention_mask = model_kwargs.get("attention_mask")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"`attention_mask` must have the shape (B, P) of the prompts, but it has {tuple(attention_mask.shape)}."
+            )
+        super()._validate_model_kwargs(model_kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
@@ -150,6 +193,12 @@ class D2FGenerationMixin(GenerationMixin):
                 "`input_ids` must hold at least one prompt token, got none (`inputs_embeds` cannot take their place). "
                 "Start an empty prompt with the BOS token."
             )
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, but it has "
+                f"{tuple(attention_mask.shape)}. It says which of the prompt's tokens are padding."
+            )
+        input_ids = input_ids.long()
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         prompt_lengths = is_token.sum(-1)
         if (prompt_lengths == 0).any():
@@ -159,6 +208,19 @@ class D2FGenerationMixin(GenerationMixin):
             )
         if self.config.mask_token_id is None:
             raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
+        eos_token_ids = generation_config._eos_token_tensor
+        if eos_token_ids is not None:
+            for token_id in eos_token_ids.tolist():
+                if token_id == self.config.mask_token_id or not 0 <= token_id < self.config.vocab_size:
+                    raise ValueError(
+                        f"`eos_token_id` must be an id of the vocabulary (0 .. {self.config.vocab_size - 1}) other "
+                        f"than the mask token's ({self.config.mask_token_id}), got {token_id}."
+                    )
+        if len(input_ids) > 1 and generation_config._pad_token_tensor is None and len(stopping_criteria) > 0:
+            raise ValueError(
+                "`pad_token_id` must be set for a batch with stopping criteria, which may end its rows at different "
+                "lengths, got None. Set it in the call or in the generation config."
+            )
         positions = self.config.max_position_embeddings
         if int(prompt_lengths.max()) >= positions:
             raise ValueError(
@@ -187,18 +249,10 @@ class D2FGenerationMixin(GenerationMixin):
             max_new_tokens=max_new_tokens,
             min_new_tokens=(generation_config.min_length or 0) - input_ids.shape[1],
             mask_token_id=self.config.mask_token_id,
-            eos_token_ids=generation_config._eos_token_tensor,
-            stopping_criteria=StoppingCriteriaList(
-                c for c in stopping_criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
-            ),
+            eos_token_ids=eos_token_ids,
+            stopping_criteria=stopping_criteria,
             streamer=streamer,
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
-        )
-        # The smallest length is a matter of a token's place in the response, not of how much is decoded by now.
-        logits_processor = LogitsProcessorList(
-            p
-            for p in logits_processor
-            if not isinstance(p, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor))
         )
         if generation_config.decoding == "d2f":
             num_forward_passes, trace = self._decode_pipelined(
@@ -232,7 +286,7 @@ class D2FGenerationMixin(GenerationMixin):
         Returns:
             Forwards of each row `(B,)`, and the trace.
         """
-        block_size = self._block_size(generation_config)
+        block_size = min(self._block_size(generation_config), response.max_new_tokens)
         look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
         prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
         device = prompt_lengths.device
@@ -361,6 +415,8 @@ class D2FGenerationMixin(GenerationMixin):
             size = min(block_size, limit - start)
             num_steps = steps // num_blocks if steps is not None else size
             for step in range(num_steps):
+                if response.is_stopped().all():
+                    break
                 is_masked = response.is_masked()[:, start : start + size]  # [B, K]
                 row, index = is_masked.nonzero(as_tuple=True)
                 index = index + start  # in the response

@@ -13,8 +13,6 @@ once, and behind an undecoded one nobody knows that text. So each processor gets
 
 # M masked tokens of the batch, V vocabulary
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional as F
 from transformers.generation import (
@@ -27,6 +25,8 @@ from transformers.generation import (
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -57,33 +57,17 @@ _OF_THE_LENGTH = (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-
-
-class PrefixConstraint(LogitsProcessor):
-    """`generate(prefix_allowed_tokens_fn=...)`: the tokens that the function allows behind the text of its row."""
-
-    def __init__(self, prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]]):
-        self.prefix_allowed_tokens_fn = prefix_allowed_tokens_fn
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, row: int) -> torch.FloatTensor:
-        allowed = self.prefix_allowed_tokens_fn(row, input_ids[0])
-        if len(allowed) == 0:
-            raise ValueError(
-                f"`prefix_allowed_tokens_fn` must allow at least one token, but for row {row} it allowed none behind "
-                f"{input_ids[0].tolist()}. Let it allow the EOS token where nothing else may follow."
-            )
-        is_allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
-        is_allowed[torch.as_tensor(allowed, device=scores.device)] = True
-        return scores.masked_fill(~is_allowed, -torch.inf)
 
 
 def depends_on_neighbours(processor: LogitsProcessor) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen."""
     if isinstance(processor, SequenceBiasLogitsProcessor):  # bad words are among them
         return any(len(sequence) > 1 for sequence in processor.sequence_bias)
-    return isinstance(processor, (PrefixConstraint, PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
+    return isinstance(processor, (PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
 
 
 def process_logits(
@@ -116,12 +100,23 @@ def process_logits(
             for b in row.unique_consecutive().tolist():
                 own = scores[row == b]
                 text = prefixes[b].expand(len(own), -1)
-                if isinstance(processor, PrefixConstraint):
-                    processed.append(processor(text, own, row=b))
+                if isinstance(processor, PrefixConstrainedLogitsProcessor):
+                    processed.append(_constrained(processor, b, text, own))
                 else:
                     processed.append(processor(text, own))
             scores = torch.cat(processed)
     return scores
+
+
+def _constrained(
+    processor: PrefixConstrainedLogitsProcessor, row: int, text: torch.LongTensor, scores: torch.FloatTensor
+) -> torch.FloatTensor:
+    """What the processor does, which would take the number of a masked token for that of its prompt."""
+    prompt = row // processor._num_beams  # beams and returned sequences of a prompt stand one after the other
+    constraint = PrefixConstrainedLogitsProcessor(
+        lambda _, tokens: processor._prefix_allowed_tokens_fn(prompt, tokens), 1
+    )
+    return constraint(text, scores)
 
 
 def _decoded_prefixes(response: Response) -> list[torch.LongTensor]:

@@ -294,8 +294,12 @@ class D2FModel(D2FPreTrainedModel):
     ) -> torch.Tensor | BlockMask | None:
         """The `(B, 1, L, S)` mask in the form that the attention implementation takes; `None` if all see all."""
         batch_size, length = inputs_embeds.shape[:2]
+        if attention_mask is not None and attention_mask.dim() not in (2, 4):
+            raise ValueError(
+                f"`attention_mask` must have shape (B, S) or (B, 1, L, S), got {tuple(attention_mask.shape)}."
+            )
         if attention_mask is not None and attention_mask.dim() == 4:
-            allowed = attention_mask
+            allowed = attention_mask if attention_mask.is_floating_point() else attention_mask.bool()
         else:
             num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
             slot = torch.arange(num_slots, device=inputs_embeds.device)[None]

@@ -4,7 +4,7 @@
 
 import torch
 from torch.nn import functional as F
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_rules import first_index
@@ -71,6 +71,10 @@ class Response:
         """Which rows, `(B,)`, have everything decoded up to their first EOS, the limit, or where they were stopped."""
         return first_index(is_masked) >= torch.minimum(self.end_of_text(), self.stopped_at)
 
+    def is_stopped(self) -> torch.BoolTensor:
+        """Which rows, `(B,)`, a stopping criterion has ended."""
+        return self.stopped_at < self.max_new_tokens
+
     def prefix_length(self) -> torch.LongTensor:
         """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
         return torch.minimum(first_index(self.is_masked()), self.end_of_text() + 1).clamp(max=self.max_new_tokens)
@@ -95,6 +99,11 @@ class Response:
         for b, decoded in enumerate(self.prefix_length().tolist()):
             begin = int(self.prompt_lengths[b])
             decoded = min(decoded, int(self.stopped_at[b]))
+            if any(
+                isinstance(c, MaxTimeCriteria) and c(self.sequences[b : b + 1], None).any()
+                for c in self.stopping_criteria
+            ):
+                self.stopped_at[b] = decoded  # whether or not there is a new token
             for length in range(self.published[b] + 1, decoded + 1):
                 if (
                     len(self.stopping_criteria)

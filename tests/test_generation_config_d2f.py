@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
 from tiny_models import EOS, PAD, VOCAB_SIZE, ScriptedModel, tiny_model
@@ -56,6 +56,16 @@ def test_a_saved_generation_config_comes_back_with_class_and_values(knobs, tmp_p
     assert type(reloaded) is D2FGenerationConfig
     assert {name: getattr(reloaded, name) for name in knobs} == knobs
     assert D2FGenerationConfig.from_pretrained(tmp_path).to_dict() == reloaded.to_dict()
+
+
+def test_what_a_saved_config_says_for_vanilla_decoding_does_not_stand_in_the_way_of_d2f():
+    model = tiny_model()
+    model.generation_config.update(decoding="vanilla", steps=4, unmask_schedule="linear")
+    prompt = torch.tensor([[1, 2]])
+    output = model.generate(prompt, max_new_tokens=4, decoding="d2f")
+    assert output.equal(tiny_model().generate(prompt, max_new_tokens=4))
+    with pytest.raises(ValueError, match="`steps`"):
+        model.generate(prompt, max_new_tokens=4, decoding="d2f", steps=4)
 
 
 def test_a_saved_generation_config_says_d2f_and_no_nulls(tmp_path):
@@ -124,7 +134,18 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
     ("arguments", "message"),
     [
         ({"confidence_treshold": 0.5}, "confidence_treshold"),
-        ({"num_beams": 2}, "BEAM_SEARCH"),
+        ({"num_beams": 2}, "beam_search.*`num_beams`"),
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "`attention_mask`.*shape"),
+        ({"attention_mask": torch.ones(2)}, "`attention_mask`.*shape"),
+        ({"position_ids": torch.tensor([[0, 1]])}, "`position_ids`"),
+        ({"prompt_lengths": torch.tensor([2])}, "`prompt_lengths`"),
+        ({"eos_token_id": 39}, "`eos_token_id`.*mask"),
+        ({"eos_token_id": 1000}, "`eos_token_id`.*vocabulary"),
+        ({"generation_config": D2FGenerationConfig(confidence_treshold=0.5)}, "confidence_treshold"),
+        ({"generation_config": GenerationConfig(confidence_treshold=0.5)}, "confidence_treshold"),
+        ({"decoding": "vanilla", "output_trace": True, "return_dict_in_generate": True}, "`output_trace`"),
+        ({"compile_config": CompileConfig()}, "`compile_config`"),
+        ({"is_assistant": True}, "`is_assistant`"),
         ({"steps": 4}, "`steps`.*vanilla"),
         ({"max_new_tokens": 0}, "max_new_tokens|max_length"),
         ({"max_new_tokens": None, "max_length": 1}, "max_length"),
@@ -140,10 +161,10 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
         ),
         ({"decoding": "vanilla", "no_repeat_ngram_size": 2}, "`no_repeat_ngram_size`"),
         ({"decoding": "vanilla", "prefix_allowed_tokens_fn": lambda *_: [1]}, "`prefix_allowed_tokens_fn`"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "`penalty_alpha`|CONTRASTIVE"),
-        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`|ASSISTED"),
-        ({"assistant_model": tiny_model()}, "ASSISTED"),
-        ({"dola_layers": "low"}, "`dola_layers`|DOLA"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "`penalty_alpha`"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
+        ({"assistant_model": tiny_model()}, "assisted_generation.*`assistant_model`"),
+        ({"dola_layers": "low"}, "`dola_layers`"),
         ({"encoder_repetition_penalty": 1.2}, "`encoder_repetition_penalty`"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions`"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states`"),

@@ -392,6 +392,56 @@ def test_special_tokens_inside_the_prompt_are_text_like_any_other(decoding):
     assert batch[0, 9 : 9 + len(tokens)].tolist() == tokens, "at the ends it is padding where no mask says otherwise"
 
 
+def test_a_block_far_longer_than_the_response_costs_nothing_and_changes_nothing():
+    model, prompt = random_model(), torch.tensor([[1, 2, 3]])
+    expected = model.generate(prompt, max_new_tokens=5, block_size=5)
+    assert model.generate(prompt, max_new_tokens=5, block_size=10**9).equal(expected)
+
+
+def test_ids_may_be_of_any_integer_type():
+    model, prompt = random_model(), torch.tensor([[1, 2, 3]])
+    for decoding in ("d2f", "vanilla"):
+        expected = model.generate(prompt, max_new_tokens=5, decoding=decoding)
+        assert model.generate(prompt.int(), max_new_tokens=5, decoding=decoding).equal(expected)
+
+
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_max_time_ends_decoding_at_once(decoding):
+    model = ScriptedModel(sure_of(range(31), dict.fromkeys(range(1, 31), 99)))
+    output = model.generate(torch.tensor([[0]]), max_new_tokens=30, block_size=5, max_time=1e-9, decoding=decoding)
+    assert len(model.calls) == 1 and output.shape[1] <= 6
+
+
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+def test_the_padding_token_may_be_the_eos_token(decoding):
+    model = random_model()
+    prompts = random_prompts([2, 6, 4], seed=9)
+    options = {"max_new_tokens": 12, "decoding": decoding, "pad_token_id": EOS}
+    batch = model.generate(**pad(prompts, "left", EOS), **options)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        tokens = batch[row, 6:].tolist()
+        assert tokens[: len(alone)] == alone and set(tokens[len(alone) :]) <= {EOS}
+
+
+def test_a_call_inside_another_changes_neither():
+    """From within a streamer, that is between two steps of the outer call."""
+    model, outer, inner = random_model(seed=5), torch.tensor([[1, 2, 3]]), torch.tensor([[7, 8]])
+    expected = model.generate(outer, max_new_tokens=12), model.generate(inner, max_new_tokens=9, block_size=2)
+    between = []
+
+    class Nested(TextStreamer):
+        def put(self, value):
+            between.append(model.generate(inner, max_new_tokens=9, block_size=2))
+
+        def end(self):
+            pass
+
+    output = model.generate(outer, max_new_tokens=12, streamer=Nested(letter_tokenizer()))
+    assert output.equal(expected[0]) and len(between) > 2
+    assert all(tokens.equal(expected[1]) for tokens in between)
+
+
 def test_a_prompt_has_to_fit_into_the_positions_of_the_model():
     model = tiny_model(max_sequence_length=8)
     with pytest.raises(ValueError, match="`input_ids`.*8 positions"):

@@ -528,3 +528,69 @@ def test_peft_is_needed_for_adapters_only(monkeypatch):
     assert type(load_d2f_model(GOLDEN / "llada_tiny")) is D2FLLaDAForBlockDiffusion
     with pytest.raises(ImportError, match=r'pip install "d2f-hf\[train\]"'):
         load_d2f_model(GOLDEN / "llada_tiny", GOLDEN / "llada_adapter")
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_an_adapter_on_layers_on_the_disk_is_refused_and_the_checkpoint_stays_whole(family, tmp_path, monkeypatch):
+    """peft drops the leading slash of the path to the checkpoint and writes its own names into that file."""
+    checkpoint(tmp_path / "base", family)
+    monkeypatch.chdir(tmp_path)
+    before = {file.name: file.read_bytes() for file in Path("base").iterdir()}
+    with pytest.raises(ValueError, match="`device_map`.*disk"):
+        load_d2f_model(
+            "base", GOLDEN / f"{family}_adapter", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
+        )
+    assert {file.name: file.read_bytes() for file in Path("base").iterdir()} == before
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"text"'])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "adapter_config.json"])
+def test_json_files_that_are_broken_are_named(name, text, tmp_path, no_weights):
+    base, adapter = checkpoint(tmp_path / "base", "llada"), adapter_copy(tmp_path / "adapter", "llada")
+    ((adapter if name == "adapter_config.json" else base) / name).write_text(text)
+    assert_refused(base, adapter, name, "JSON")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', "["])
+def test_an_index_that_names_no_files_is_refused(text, tmp_path, no_weights):
+    base = checkpoint(tmp_path / "base", "llada")
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors.index.json").write_text(text)
+    assert_refused(base, None, "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "values", [{"n_heads": 0}, {"rope_theta": "x"}, {"d_model": "wide"}, {"n_layers": None}], ids=str
+)
+def test_values_that_make_no_sense_are_an_error_that_names_the_file(values, tmp_path, no_weights):
+    base = checkpoint(tmp_path / "base", "llada")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **values}))
+    assert_refused(base, None, "config.json")
+
+
+@pytest.mark.parametrize("values", [{"r": "x"}, {"target_modules": 5}, {"target_modules": "("}], ids=str)
+def test_adapter_values_that_make_no_sense_are_an_error_that_names_the_file(values, tmp_path, no_weights):
+    adapter = adapter_copy(tmp_path / "adapter", "llada", **values)
+    assert_refused(GOLDEN / "llada_tiny", adapter, "adapter_config.json")
+
+
+NAMES = {
+    "LLaDA-1.5": ("llada", {"eos_token_id": 150, "model_type": "llada", "architectures": ["LLaDAModelLM"]}),
+    "Dream-Coder": ("dream", {"model_type": "Dream", "architectures": ["DreamModel"], "rope_theta": 1000000.0}),
+    "DiffuCoder": (
+        "dream",
+        {"model_type": "Dream", "architectures": ["DreamModel"], "full_attn_mask": True, "sliding_window": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_siblings_of_llada_and_dream_load_with_their_own_keys(name, tmp_path):
+    family, values = NAMES[name]
+    base = checkpoint(tmp_path / "base", family)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **values}))
+    model = load_d2f_model(base)
+    assert logits(model).equal(logits(load_d2f_model(GOLDEN / f"{family}_tiny")))
+    model.generate(ids()[:, :3], max_new_tokens=2)

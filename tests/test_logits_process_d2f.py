@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria
 
 from prompts import pad, random_prompts
 from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
@@ -124,8 +133,51 @@ def test_a_prefix_constraint_holds_for_every_token_in_every_row(side):
 
 
 def test_a_prefix_constraint_that_allows_nothing_is_an_error():
-    with pytest.raises(ValueError, match="`prefix_allowed_tokens_fn` must allow"):
+    with pytest.raises(ValueError, match="`prefix_allowed_tokens_fn` returned an empty list"):
         tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, prefix_allowed_tokens_fn=lambda row, text: [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 2},
+        {"do_sample": True, "top_p": 0.3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"forced_eos_token_id": EOS},
+    ],
+    ids=str,
+)
+def test_a_prefix_constraint_goes_with_other_processors_and_knows_its_prompt(options):
+    """It comes before the warpers, which would else leave none of its tokens, and a forced EOS comes after it."""
+    torch.manual_seed(0)
+    inputs = pad([[1, 2], [3]], "left")
+    output = tiny_model(seed=2).generate(
+        **inputs, max_new_tokens=5, prefix_allowed_tokens_fn=lambda prompt, text: [[5, 6], [7, 8]][prompt], **options
+    )
+    responses = output[:, 2:].tolist()
+    copies = options.get("num_return_sequences", 1)
+    assert len(responses) == 2 * copies
+    for row, tokens in enumerate(responses):
+        if "forced_eos_token_id" in options:
+            assert tokens.pop() == EOS
+        assert set(tokens) <= {5, 6} if row < copies else set(tokens) <= {7, 8}
+
+
+def test_the_callers_own_stock_processors_and_criteria_do_what_they_say():
+    """They were taken for those that `generate` makes itself, and left out."""
+    logits = torch.zeros(20, VOCAB_SIZE)
+    logits[:, [EOS, 3]] = torch.tensor([25.0, 15.0])
+    prompts = pad([[1], [1, 2]], "left")
+    for own, length in ((MinNewTokensLengthLogitsProcessor(2, 3, EOS), 4), (MinLengthLogitsProcessor(7, EOS), 6)):
+        output = ScriptedModel(logits).generate(**prompts, max_new_tokens=9, logits_processor=[own])
+        assert output[:, 2:].tolist() == [[3] * (length - 1) + [EOS]] * 2
+    constraint = PrefixConstrainedLogitsProcessor(lambda row, text: [[5], [6]][row], 1)
+    output = tiny_model().generate(**prompts, max_new_tokens=4, logits_processor=[constraint])
+    assert output[:, 2:].tolist() == [[5] * 4, [6] * 4]
+    model, prompt = ScriptedModel(sure_of(range(12))), torch.tensor([[0]])
+    for criterion, tokens in ((MaxLengthCriteria(5), [0, 1, 2, 3, 4]), (EosTokenCriteria(7), list(range(8)))):
+        output = model.generate(prompt, max_new_tokens=11, stopping_criteria=StoppingCriteriaList([criterion]))
+        assert output[0].tolist() == tokens
 
 
 REPEAT = torch.zeros(20, VOCAB_SIZE)

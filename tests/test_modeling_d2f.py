@@ -512,6 +512,15 @@ def test_no_query_is_without_keys_while_rows_are_decoded_at_their_own_pace(famil
 
 
 @all_families
+def test_a_four_dimensional_mask_of_integers_is_no_addend(family):
+    model, ids = model_with("eager", family), random_ids(1, 6)
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    assert_near(model(ids, attention_mask=allowed.long()).logits, model(ids, attention_mask=allowed).logits)
+    with pytest.raises(ValueError, match="`attention_mask`"):
+        model(ids, attention_mask=torch.ones(1, 6, 6))
+
+
+@all_families
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -torch.inf])

@@ -95,6 +95,11 @@ def load_d2f_model(
         ImportError: for an adapter without peft.
         OSError: for a folder or Hub id that does not exist, or cannot be reached.
     """
+    if adapter is not None and isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            "`device_map` must leave nothing on the disk with an `adapter`: peft would write into the checkpoint. "
+            "Load and merge with device_map='cpu', save the model, and load that one."
+        )
     hub = {"revision": revision, **{name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}}
 
     # 1. The configurations.
@@ -109,8 +114,11 @@ def load_d2f_model(
         )
 
     # 2. What is in the files.
-    with torch.device("meta"):
-        empty_model = model_class(config)
+    try:
+        with torch.device("meta"):
+            empty_model = model_class(config)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{base}/config.json must describe a {model_class.__name__}: {error}") from error
     parameters = dict(empty_model.state_dict())  # before the adapter's are among them
     lora_folder, lora_config = (None, None) if adapter is None else _checked_adapter(empty_model, adapter, hub)
     weights = _checked_headers(
@@ -141,6 +149,12 @@ def load_d2f_model(
     if lora_config is None:
         return model
 
+    if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+        raise ValueError(
+            f"`device_map` ({device_map!r}) puts layers on the disk, where peft would write into the checkpoint. "
+            "Load and merge with device_map='cpu', save the model, and load that one."
+        )
+
     # 4. The adapter. peft keeps it in float32, and adds it to a narrower weight in float32.
     from peft import PeftModel
 
@@ -165,6 +179,9 @@ def _read_config(
             "`adapter`, and as `base` the model that the adapter was trained on."
         )
     file = f"{base}/config.json"
+    config_file = _find(base, "config.json", hub)
+    if config_file is not None:
+        _read_json(config_file)
     values, _ = PreTrainedConfig.get_config_dict(base, **hub)
     model_type = values.get("model_type")
     if model_type not in _MODELS:
@@ -178,7 +195,7 @@ def _read_config(
     try:
         config, model_options = config_class.from_dict(values, return_unused_kwargs=True, **options)
         config.validate()  # the options too
-    except (ValueError, StrictDataclassError) as error:
+    except (ValueError, TypeError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{file} or an option that replaces a value in it: {error}") from error
     if config.mask_token_id is None:
         raise ValueError(
@@ -194,7 +211,7 @@ def _read_generation_config(
 ) -> D2FGenerationConfig:
     """What generation_config.json says, if there is one; where it says nothing, the configuration and the paper."""
     file = _find(base, "generation_config.json", hub)
-    saved = json.loads(Path(file).read_text(encoding="utf-8")) if file is not None else {}
+    saved = _read_json(file) if file is not None else {}
     if is_original:  # the rest sets up a sampler that is not here, such as Dream's `alg` and `steps`
         saved = {name: saved[name] for name in _SPECIAL_TOKENS if saved.get(name) is not None}
     saved = {name: value for name, value in saved.items() if name not in options}
@@ -208,6 +225,8 @@ def _weight_files(base: str | PathLike, hub: dict[str, Any]) -> list[str]:
         return [file]
     index = _find(base, SAFE_WEIGHTS_INDEX_NAME, hub)
     if index is not None:
+        if not _read_json(index).get("weight_map"):
+            raise ValueError(f"`weight_map` in {index} must name the file of each weight, but it is missing or empty.")
         return get_checkpoint_shard_files(base, index, **hub)[0]
     raise ValueError(
         f"The weights in {base} must be in {SAFE_WEIGHTS_NAME}, or in files named in {SAFE_WEIGHTS_INDEX_NAME}, but "
@@ -277,18 +296,24 @@ def _checked_adapter(
             f"{'the first' if config_file is None else 'the second'} is missing. A whole model is passed as `base` "
             "alone; an adapter_model.bin is converted by loading and saving it with peft."
         )
-    peft_type = json.loads(Path(config_file).read_text(encoding="utf-8")).get("peft_type")
+    peft_type = _read_json(config_file).get("peft_type")
     if peft_type != "LORA":
         raise ValueError(
             f"`peft_type` in {config_file} must be 'LORA', but it is {peft_type!r}. Load another kind of adapter with "
             "peft, on the model that `load_d2f_model` gives without `adapter`."
         )
     folder = Path(config_file).parent
-    lora_config = LoraConfig.from_pretrained(str(folder))
+    try:
+        lora_config = LoraConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{config_file} must be the configuration of a LoRA adapter: {error}") from error
     way_out = f"Pass the `base` that the adapter was trained on; this one is a {type(empty_model).__name__}."
 
     modules = [name for name, _ in empty_model.named_modules()]
-    targets = [] if isinstance(lora_config.target_modules, str) else sorted(lora_config.target_modules or ())
+    targets = lora_config.target_modules or ()
+    if not isinstance(targets, (str, list, tuple, set)):
+        raise ValueError(f"`target_modules` in {config_file} must be a list or a pattern, but it is {targets!r}.")
+    targets = [] if isinstance(targets, str) else sorted(targets)
     for target in targets:
         if not any(f".{module}".endswith(f".{target}") for module in modules):
             raise ValueError(
@@ -296,7 +321,7 @@ def _checked_adapter(
             )
     try:
         adapted = PeftModel(empty_model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
-    except ValueError as error:
+    except Exception as error:  # peft and re raise many kinds for values that make no sense
         raise ValueError(f"{config_file} does not fit the model: {error} {way_out}") from error
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     _checked_headers([weights_file], expected, tied={}, way_out=way_out)
@@ -306,3 +331,14 @@ def _checked_adapter(
 def _find(folder_or_id: str | PathLike, name: str, hub: dict[str, Any]) -> str | None:
     """The path of a file of a folder or Hub repository, downloaded if need be; `None` if it has no such file."""
     return cached_file(folder_or_id, name, _raise_exceptions_for_missing_entries=False, **hub)
+
+
+def _read_json(file: str | PathLike) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a JSON file, but it cannot be read: {error}. Download it again.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold a JSON object, but it holds a {type(values).__name__}. Download it again.")
+    return values

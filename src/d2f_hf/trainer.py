@@ -66,11 +66,17 @@ class D2FTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **kwargs,
     ):
+        if not isinstance(args, D2FTrainingArguments):
+            raise ValueError(f"`args` must be a `D2FTrainingArguments`, got a {type(args).__name__}.")
         config: Any = model.config
+        if not hasattr(config, "mask_token_id"):
+            raise ValueError(
+                f"`model` must be a block-diffusion model, got a {type(model).__name__}. `load_d2f_model` loads one."
+            )
         if config.mask_token_id is None:
             raise ValueError("`model.config.mask_token_id` must be set, got None. Set it to the id of the mask token.")
-        if args.block_size is None:
-            args.block_size = config.block_size
+        # Not into `args`, which may serve another model next.
+        self.block_size: int = config.block_size if args.block_size is None else args.block_size
         is_distillation = args.objective == "distillation"
         if args.causal_probability > 0.0 and not config.right_shift_logits:
             raise ValueError(
@@ -91,15 +97,15 @@ class D2FTrainer(Trainer):
                 model.enable_input_require_grads()
         if data_collator is None:
             data_collator = D2FDataCollator(
-                block_size=args.block_size,
+                block_size=self.block_size,
                 eos_token_id=_eos_token_id(processing_class, config),
                 pad_token_id=_first(config.pad_token_id),
                 eos_tail=args.eos_tail,
             )
-        elif data_collator.block_size != args.block_size:
+        elif data_collator.block_size != self.block_size:
             raise ValueError(
                 f"`data_collator.block_size` ({data_collator.block_size}) must be the block size of the attention "
-                f"({args.block_size}). Give both the same, with `args.block_size`."
+                f"({self.block_size}). Give both the same, with `args.block_size`."
             )
         noising = D2FNoisingCollator(
             data_collator,
@@ -164,7 +170,7 @@ class D2FTrainer(Trainer):
                 teacher = self.teacher_model if self.teacher_model is not None else model
                 teacher_logits = teacher(**sequence).logits  # [M, V]
             logits = model(
-                **sequence, prompt_lengths=inputs["prompt_lengths"], block_size=self.args.block_size
+                **sequence, prompt_lengths=inputs["prompt_lengths"], block_size=self.block_size
             ).logits  # [M, V]
             loss = distillation_loss(
                 logits,
