@@ -187,9 +187,9 @@ REPEAT[:, [3, 4, 5]] = torch.tensor([25.0, 15.0, 10.0])
 def test_a_bad_word_of_several_tokens_never_comes_out():
     """The model wants 3 everywhere, and would decode all places at once."""
     output = ScriptedModel(REPEAT).generate(
-        torch.tensor([[3]]), max_new_tokens=6, block_size=6, bad_words_ids=[[3, 3]]
+        torch.tensor([[0, 3]]), max_new_tokens=6, block_size=6, bad_words_ids=[[3, 3]]
     )
-    assert output.tolist() == [[3, 4, 3, 4, 3, 4, 3]]
+    assert output.tolist() == [[0, 3, 4, 3, 4, 3, 4, 3]]
     single = ScriptedModel(REPEAT)
     assert single.generate(torch.tensor([[0]]), max_new_tokens=6, bad_words_ids=[[3]]).tolist() == [[0] + [4] * 6]
     assert len(single.calls) == 2, "a single token needs no waiting: two blocks, opened one after the other"
