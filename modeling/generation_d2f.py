@@ -164,7 +164,8 @@ class D2FGenerationMixin(GenerationMixin):
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
-                f"`attention_mask` must have the shape (B, P) of the prompts, but it has {tuple(attention_mask.shape)}."
+                "`attention_mask` must have the shape (B, P) of the prompts, but it has "
+                f"{tuple(attention_mask.shape)}."
             )
         super()._validate_model_kwargs(model_kwargs)
 

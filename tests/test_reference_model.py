@@ -383,7 +383,8 @@ def test_shipped_weights_are_bfloat16(path):
 
 
 def test_shipped_files_are_those_of_the_manifest():
-    manifest = dict(reversed(line.split()) for line in (EXAMPLE / "SHA256SUMS").read_text().splitlines())
+    lines = [line.split() for line in (EXAMPLE / "SHA256SUMS").read_text().splitlines()]
+    manifest = {name: expected for expected, name in lines}
     assert set(WEIGHTS) <= set(manifest)
     for name, expected in manifest.items():
         assert hashlib.sha256((EXAMPLE / name).read_bytes()).hexdigest() == expected, name

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,11 +176,12 @@ def test_the_teacher_has_no_dropout_while_the_student_trains(tmp_path):
     trainer = D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset(), peft_config=without_dropout())
     batch = trainer.data_collator([trainer.train_dataset[0]])
     teacher_logits = []
+    student: Any = trainer.model
     for _ in range(2):
-        trainer.model.train()
-        with torch.no_grad(), trainer._teacher_weights(trainer.model):
-            teacher_logits.append(trainer.model(input_ids=batch["input_ids"]).logits)
-        assert trainer.model.training
+        student.train()
+        with torch.no_grad(), trainer._teacher_weights(student):
+            teacher_logits.append(student(input_ids=batch["input_ids"]).logits)
+        assert student.training
     assert torch.equal(*teacher_logits)
 
 
@@ -412,7 +414,8 @@ def test_a_separate_teacher_allows_to_train_all_weights(tmp_path):
 
 def test_a_plain_model_gets_the_adapter_of_the_paper(tmp_path):
     trainer = D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=tiny_dataset())
-    adapter = trainer.model.peft_config["default"]
+    student: Any = trainer.model
+    adapter = student.peft_config["default"]
     assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (32, 32, 0.1)
     assert set(adapter.target_modules) == {"q_proj", "k_proj", "v_proj", "attn_out"}
 
