@@ -31,7 +31,7 @@ def model_of(family: str, kind: str, seed: int):
 @st.composite
 def cases(draw):
     thresholds = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), st.floats(0.0, 1.0))
-    prompt = st.lists(st.integers(0, PAD - 1), min_size=1, max_size=9)
+    prompt = st.lists(st.integers(0, MASK), min_size=1, max_size=9)  # special tokens too
     return {
         "model": (
             draw(st.sampled_from(["llada", "dream"])),
@@ -50,6 +50,9 @@ def cases(draw):
             "token_ranking": draw(st.sampled_from(["probability", "neg_entropy", "margin"])),
             "max_active_blocks": draw(st.sampled_from([None, 1, 2, 3])),
         },
+        "eos_token_id": draw(st.sampled_from([[EOS], [EOS, 5, 11]])),
+        "use_cache": draw(st.booleans()),
+        "min_new_tokens": draw(st.integers(0, 4)),
         "seed": draw(st.integers(0, 2**31)),
     }
 
@@ -67,21 +70,37 @@ def test_what_holds_for_every_model_batch_and_setting(case):
     prompts, options = case["prompts"], case["options"]
     inputs = pad(prompts, case["side"])
     width, limit, block_size = inputs["input_ids"].shape[1], options["max_new_tokens"], options["block_size"]
+    eos_token_ids, minimum = case["eos_token_id"], min(case["min_new_tokens"], limit)
+    common = {**options, **FULL, "eos_token_id": eos_token_ids}
 
     with torch.compiler.set_stance("force_eager"):
-        batch = model.generate(**inputs, **options, **FULL)
-        sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0, **options}
+        batch = model.generate(**inputs, **common, use_cache=case["use_cache"])
+        sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0, "min_new_tokens": minimum, **common}
         samples = []
         for _ in range(2):
             generator = torch.Generator().manual_seed(case["seed"])
-            samples.append(model.generate(**inputs, **sampling, **FULL, generator=generator))
+            samples.append(model.generate(**inputs, **sampling, generator=generator))
+        vanilla = model.generate(
+            **inputs,
+            decoding="vanilla",
+            max_new_tokens=limit,
+            block_size=block_size,
+            unmask_schedule=("even", "linear", "independent")[case["seed"] % 3],
+            eos_token_id=eos_token_ids,
+            do_sample=True,
+            generator=torch.Generator().manual_seed(case["seed"]),
+        )
+    assert vanilla[:, :width].equal(inputs["input_ids"]) and MASK not in vanilla[:, width:]
+    assert width < vanilla.shape[1] <= width + limit
 
     for output in (batch, samples[0]):
         assert output.sequences[:, :width].equal(inputs["input_ids"]), "the prompt is unchanged"
         assert width < output.sequences.shape[1] <= width + limit
         assert MASK not in output.sequences[:, width:]
         for row, response in enumerate(output.sequences[:, width:].tolist()):
-            end = response.index(EOS) + 1 if EOS in response else limit
+            ends = [i + 1 for i, token in enumerate(response) if token in eos_token_ids]
+            end = ends[0] if ends else limit
+            assert output is batch or end >= min(minimum + 1, limit)
             assert len(response) >= end and set(response[end:]) <= {PAD}
             num_forward_passes = output.num_forward_passes[row].item()
             assert num_forward_passes <= min(end - 1 + block_size, limit), "each decodes a token up to the EOS's block"
@@ -94,7 +113,7 @@ def test_what_holds_for_every_model_batch_and_setting(case):
     rules = {
         **options,
         "mask_token_id": MASK,
-        "eos_token_ids": EOS,
+        "eos_token_ids": eos_token_ids,
         "right_shift_logits": model.config.right_shift_logits,
     }
     noise = torch.Generator().manual_seed(case["seed"])
@@ -107,10 +126,13 @@ def test_what_holds_for_every_model_batch_and_setting(case):
         assume(shaken == expected)
         response = batch.sequences[row, width:].tolist()
         assert response[: len(expected.tokens)] == expected.tokens
-        assert batch.trace[row] == expected.trace, "as the uncached oracle, on this row alone"
-        alone = model.generate(torch.tensor([prompt]), **options, **FULL)
+        accepted = [step["accepted"] for step in batch.trace[row]]
+        assert accepted == [step["accepted"] for step in expected.trace], "as the uncached oracle, on this row alone"
+        assert batch.trace[row] == expected.trace or not case["use_cache"]
+        ids = torch.tensor([prompt])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **common)
         assert alone.sequences[0, len(prompt) :].tolist() == expected.tokens
-        assert alone.trace[0] == batch.trace[row]
+        assert alone.trace[0] == expected.trace
 
 
 @pytest.mark.nightly
