@@ -192,7 +192,7 @@ def teacher_answers(models: ReferenceModels, problems: Sequence[Problem], block_
 
 
 def search(models: ReferenceModels, args: argparse.Namespace) -> dict:
-    """Scores the teacher with several block sizes on validation problems. The best one is TEACHER_BLOCK_SIZE."""
+    """Scores the teacher with several block sizes on validation problems, for TEACHER_BLOCK_SIZE."""
     problems = make_problems("validation", args.problems, args.seed)
     scores = {size: score(teacher_answers(models, problems, size), problems) for size in SEARCHED_BLOCK_SIZES}
     print("block size  teacher score, %")
