@@ -57,14 +57,7 @@ def cases(draw):
     }
 
 
-@given(cases())
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-def test_what_holds_for_every_model_batch_and_setting(case):
+def check(case: dict) -> None:
     model = model_of(*case["model"])
     model.set_attn_implementation(case["implementation"])
     prompts, options = case["prompts"], case["options"]
@@ -135,9 +128,17 @@ def test_what_holds_for_every_model_batch_and_setting(case):
         assert alone.trace[0] == expected.trace
 
 
+IGNORED = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=IGNORED)
+def test_what_holds_for_every_model_batch_and_setting(case):
+    check(case)
+
+
 @pytest.mark.nightly
-def test_the_same_holds_for_two_thousand_more_cases():
-    more = settings(
-        max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-    )
-    more(given(cases())(test_what_holds_for_every_model_batch_and_setting.hypothesis.inner_test))()
+@given(cases())
+@settings(max_examples=2000, deadline=None, suppress_health_check=IGNORED)
+def test_the_same_holds_for_two_thousand_more_cases(case):
+    check(case)
