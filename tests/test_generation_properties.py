@@ -31,7 +31,8 @@ def model_of(family: str, kind: str, seed: int):
 @st.composite
 def cases(draw):
     thresholds = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), st.floats(0.0, 1.0))
-    prompt = st.lists(st.integers(0, MASK), min_size=1, max_size=9)  # special tokens too
+    # Special tokens too; but behind nothing but masks all response tokens look alike, and only rounding orders them.
+    prompt = st.lists(st.integers(0, MASK), min_size=1, max_size=9).filter(lambda ids: set(ids) != {MASK})
     return {
         "model": (
             draw(st.sampled_from(["llada", "dream"])),
@@ -113,10 +114,11 @@ def check(case: dict) -> None:
     for row, prompt in enumerate(prompts):
         expected = reference_decode(logits_fn, prompt, **rules)
         # A decision that rounding can turn over is no test of the rules.
-        shaken = reference_decode(
-            lambda *args: (x := logits_fn(*args)) + 3e-5 * torch.randn(x.shape, generator=noise), prompt, **rules
-        )
-        assume(shaken == expected)
+        for _ in range(2):
+            shaken = reference_decode(
+                lambda *args: (x := logits_fn(*args)) + 3e-5 * torch.randn(x.shape, generator=noise), prompt, **rules
+            )
+            assume(shaken == expected)
         response = batch.sequences[row, width:].tolist()
         assert response[: len(expected.tokens)] == expected.tokens
         accepted = [step["accepted"] for step in batch.trace[row]]
