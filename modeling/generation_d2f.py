@@ -19,6 +19,7 @@ from transformers.generation import (
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
@@ -137,7 +138,13 @@ class D2FGenerationMixin(GenerationMixin):
         # `_scores`. The caller's own processors stay.
         own = {id(processor) for processor in kwargs.get("logits_processor") or ()}
         by_length = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
-        return LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
+        processors = LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
+        for i, processor in enumerate(processors):
+            if isinstance(processor, PrefixConstrainedLogitsProcessor) and id(processor) not in own:
+                # It speaks of prompts, of which each has that many rows. transformers before 5.20 does not say so.
+                num_rows = generation_config.num_return_sequences or 1
+                processors[i] = PrefixConstrainedLogitsProcessor(processor._prefix_allowed_tokens_fn, num_rows)
+        return processors
 
     def _get_stopping_criteria(self, generation_config, stopping_criteria, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, *args, **kwargs)

@@ -484,6 +484,7 @@ trainer.train()
 if args.process_index == 0:
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
     print("LOSSES", json.dumps([losses_of(trainer), norms]))
+torch.distributed.destroy_process_group()  # a process whose peer has gone may abort at its end
 """
 
 
