@@ -141,7 +141,7 @@ class D2FGenerationMixin(GenerationMixin):
         processors = LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
         for i, processor in enumerate(processors):
             if isinstance(processor, PrefixConstrainedLogitsProcessor) and id(processor) not in own:
-                # It speaks of prompts, of which each has that many rows. transformers before 5.20 does not say so.
+                # It speaks of prompts, of which each has that many rows. transformers 5.17 does not say so.
                 num_rows = generation_config.num_return_sequences or 1
                 processors[i] = PrefixConstrainedLogitsProcessor(processor._prefix_allowed_tokens_fn, num_rows)
         return processors
