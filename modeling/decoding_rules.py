@@ -186,3 +186,26 @@ def vanilla_accepted_tokens(
     place = torch.arange(block_size, device=is_masked.device).expand_as(order)
     place = torch.empty_like(order).scatter_(-1, order, place)  # in the order of each row
     return is_masked & (place < num_accepted[:, None])
+
+
+def fast_dllm_accepted_tokens(
+    is_masked: torch.BoolTensor,
+    probability: torch.FloatTensor,
+    ranking: torch.FloatTensor,
+    confidence_threshold: float,
+) -> torch.BoolTensor:
+    """Which masked tokens Fast-dLLM accepts: the best one of the block in any case, and each confident one.
+
+    Args:
+        is_masked (`torch.BoolTensor` of shape `(B, K)`): The masked tokens of the block.
+        probability (`torch.FloatTensor` of shape `(B, K)`): Probability of the predicted token.
+        ranking (`torch.FloatTensor` of shape `(B, K)`): What decides which token is the best one.
+        confidence_threshold (`float`): A token is confident when it reaches this; in [`accepted_tokens`] it has to
+            exceed it.
+
+    Returns:
+        `torch.BoolTensor` of shape `(B, K)`.
+    """
+    best = ranking.masked_fill(~is_masked, -torch.inf).argmax(-1, keepdim=True)
+    is_best = torch.zeros_like(is_masked).scatter(-1, best, True)
+    return is_masked & (is_best | (probability >= confidence_threshold))

@@ -7,16 +7,27 @@ import torch
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import ModelOutput
 
-DECODING_MODES = ("d2f", "vanilla")
+DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
+BLOCK_CACHES = ("none", "prefix", "dual")
 
-# Arguments of the vanilla sampler alone, with what a pipelined decoder has in their place.
-VANILLA_ONLY = {
-    "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
-    "unmask_schedule": "the thresholds decide what is accepted",
-    "ranking_temperature": "`temperature` with `do_sample=True` draws the tokens",
-    "guidance_scale": "guidance needs a second forward over a prompt that is masked",
+# Arguments that have no meaning in a decoding mode, with what the mode has in their place.
+_SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
+WITHOUT_MEANING_IN = {
+    "d2f": {
+        "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
+        "unmask_schedule": "the thresholds decide what is accepted",
+        "ranking_temperature": _SAMPLED_TOKENS,
+        "guidance_scale": "guidance needs a second forward over a prompt that is masked",
+        "block_cache": "keys and values of a decoded block never change, so all are kept",
+    },
+    "vanilla": {"block_cache": "nothing is kept from one forward to the next"},
+    "fast_dllm": {
+        "unmask_schedule": "`confidence_threshold` decides what is accepted, or `steps` how much",
+        "ranking_temperature": _SAMPLED_TOKENS,
+        "guidance_scale": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
+    },
 }
 
 # Arguments of transformers' other decoders, with the values that ask for nothing.
@@ -52,8 +63,9 @@ class D2FGenerationConfig(GenerationConfig):
     the model's own generation config.
 
     Args:
-        decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default), or `"vanilla"`, the sampler of
-            the original bidirectional model, which is slow but needs no distillation.
+        decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default); `"vanilla"`, the sampler of the
+            original bidirectional model, which is slow but needs no distillation; or `"fast_dllm"`, Fast-dLLM's
+            acceleration of the latter by a confidence threshold and an approximate cache.
         block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
         block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
             one reaches it (default 0.1). 1.0 decodes block by block.
@@ -61,16 +73,21 @@ class D2FGenerationConfig(GenerationConfig):
             at least one token per step, when the decoded ratio of the block before it reaches it (default 0.95).
         confidence_threshold (`float`, *optional*): tau_conf. A token is accepted when its probability, after the
             logits processors, is above it (default 0.9). Higher is more careful. DiffusionGemma's parameter of this
-            name is a bound on the entropy, where lower is more careful.
+            name is a bound on the entropy, where lower is more careful. In `decoding="fast_dllm"` a token is accepted
+            when it reaches the threshold (`>=`, not `>`), and the best one of the block in any case; `steps` takes its
+            place.
         token_ranking (`str`, *optional*): What ranks the token that a fully activated block must accept if none is
             above `confidence_threshold`: `"probability"` (default), `"neg_entropy"`, or `"margin"` between the best
-            two. In vanilla decoding it ranks all that a step accepts, and may be `"random"`.
+            two. In vanilla decoding it ranks all that a step accepts, and may be `"random"`. In
+            `decoding="fast_dllm"` it ranks what a step of a fixed number of `steps` accepts, or the one token that is
+            accepted in any case, and may be `"random"`.
         max_active_blocks (`int`, *optional*): At most so many blocks of a row that are not decoded are open at a
             time. No cap by default. Later blocks are invisible to earlier ones, so it changes when, not what, blocks
             predict.
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
-            default. Must be a multiple of the number of blocks.
+            default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
+            of tokens per step in place of `confidence_threshold`; a block that is decoded takes no more steps.
         unmask_schedule (`str`, *optional*): For `decoding="vanilla"`: how many tokens each step of a block accepts.
             `"even"` (default), the same number in each, LLaDA's sampler; `"linear"`, a share 1 - s/t of the masked
             ones where the time falls from t to s, Dream's `maskgit_plus` (ranking by probability), `topk_margin` and
@@ -81,6 +98,11 @@ class D2FGenerationConfig(GenerationConfig):
             `alg_temp`). 0 or nothing: the best ones.
         guidance_scale (`float`, *optional*): For `decoding="vanilla"`: classifier-free guidance against the prompt
             masked, logits = u + guidance_scale * (c - u). LLaDA's `cfg_scale` is this less 1.
+        block_cache (`str`, *optional*): For `decoding="fast_dllm"`: the keys and values that the first forward of a
+            block, which reads the whole sequence, leaves to the others of this block: `"dual"` (default), all but the
+            block's own; `"prefix"`, those before the block; or `"none"`. They are approximations, because every token
+            sees every other one. With them a block takes two forwards at least, as in the original, even if the first
+            decodes all of it. `use_cache=False` means `"none"`.
 
     Raises:
         ValueError: for a value that is out of range, or an argument that has no meaning here.
@@ -98,6 +120,7 @@ class D2FGenerationConfig(GenerationConfig):
         "steps": None,
         "unmask_schedule": None,
         "ranking_temperature": None,
+        "block_cache": None,
     }
 
     def __init__(self, **kwargs):
@@ -112,6 +135,7 @@ class D2FGenerationConfig(GenerationConfig):
         self.steps: int | None = kwargs.pop("steps", None)
         self.unmask_schedule: str | None = kwargs.pop("unmask_schedule", None)
         self.ranking_temperature: float | None = kwargs.pop("ranking_temperature", None)
+        self.block_cache: str | None = kwargs.pop("block_cache", None)
         # A config that says so loses what the base class does not know when it is loaded again.
         kwargs.pop("_from_model_config", None)
         super().__init__(**kwargs)
@@ -122,6 +146,7 @@ class D2FGenerationConfig(GenerationConfig):
             ("decoding", DECODING_MODES),
             ("token_ranking", TOKEN_RANKINGS),
             ("unmask_schedule", UNMASK_SCHEDULES),
+            ("block_cache", BLOCK_CACHES),
         ):
             value = getattr(self, name)
             if value is not None and value not in values:
@@ -158,21 +183,21 @@ class D2FGenerationConfig(GenerationConfig):
                 f"`cache_implementation` must be left out or be 'static', got {self.cache_implementation!r}: "
                 "decoding makes its own preallocated cache."
             )
-        if self.decoding == "d2f":
-            for name, instead in VANILLA_ONLY.items():
-                value = getattr(self, name)
-                if value is not None and not (name == "guidance_scale" and value == 1):
-                    raise ValueError(
-                        f"`{name}` (got {value!r}) has no meaning with decoding='d2f': {instead}. "
-                        "decoding='vanilla' takes it."
-                    )
-            if self.token_ranking == "random":
+        for name, instead in WITHOUT_MEANING_IN.get(self.decoding, {}).items():
+            value = getattr(self, name)
+            if value is not None and not (name == "guidance_scale" and value == 1):
+                others = [mode for mode in DECODING_MODES if name not in WITHOUT_MEANING_IN[mode]]
                 raise ValueError(
-                    "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
-                    "decoding='vanilla'."
+                    f"`{name}` (got {value!r}) has no meaning with decoding={self.decoding!r}: {instead}. "
+                    f"{' and '.join(f'decoding={mode!r}' for mode in others)} can take it."
                 )
-        if self.output_trace and self.decoding == "vanilla":
-            raise ValueError("`output_trace` has no meaning with decoding='vanilla'. Leave it out.")
+        if self.decoding == "d2f" and self.token_ranking == "random":
+            raise ValueError(
+                "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
+                "decoding='vanilla' or decoding='fast_dllm'."
+            )
+        if self.output_trace and self.decoding in ("vanilla", "fast_dllm"):
+            raise ValueError(f"`output_trace` has no meaning with decoding={self.decoding!r}. Leave it out.")
         if self.unmask_schedule == "independent" and self.ranking_temperature:
             raise ValueError(
                 f"`ranking_temperature` (got {self.ranking_temperature}) has no meaning with "

@@ -1,4 +1,4 @@
-"""Decoding of block-diffusion models in `model.generate()`: pipelined (D2F) and one block after the other (vanilla).
+"""Decoding in `model.generate()`: pipelined (D2F), and one block after the other (vanilla, Fast-dLLM).
 
 The pipelined loop is Algorithm 2 of arXiv 2508.09192, for a batch whose rows go at their own pace. One truth is kept:
 the tokens, of which some are still masked. Decoded ratios, activation, what is final and what can be committed follow
@@ -9,6 +9,7 @@ from it in each step.
 # M masked tokens in the window, over all rows
 
 import copy
+import itertools
 import math
 
 import torch
@@ -33,6 +34,7 @@ from .decoding_rules import (
     as_blocks,
     choose_tokens,
     decoded_ratio,
+    fast_dllm_accepted_tokens,
     final_blocks,
     first_index,
     fully_activated,
@@ -40,14 +42,14 @@ from .decoding_rules import (
     spread,
     vanilla_accepted_tokens,
 )
-from .generation_config_d2f import VANILLA_ONLY, D2FGenerationConfig, D2FGenerationOutput
+from .generation_config_d2f import WITHOUT_MEANING_IN, D2FGenerationConfig, D2FGenerationOutput
 from .logits_process_d2f import depends_on_neighbours, process_logits
 from .response_d2f import Response
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "confidence_threshold", "max_active_blocks")
+D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
 NOT_FINITE = (
     "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
     "easily; bfloat16 does not) and the logits processors."
@@ -90,19 +92,31 @@ class D2FGenerationMixin(GenerationMixin):
                         "none. Check the spelling, or leave it out."
                     )
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
-        if config.decoding != "vanilla":
-            # What the model's own generation config says for the other mode is no argument of this call.
-            for name in VANILLA_ONLY:
-                if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
-                    setattr(config, name, None)
+        # What the model's own generation config says for another mode is no argument of this call.
+        ignored = list(WITHOUT_MEANING_IN.get(config.decoding or "d2f", ()))
+        threshold = kwargs.get("confidence_threshold")
+        of_this_mode = self.generation_config.decoding == config.decoding
+        if config.decoding == "fast_dllm" and (threshold is not None or not of_this_mode):
+            ignored.append("steps")
+        for name in ignored:
+            if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
+                setattr(config, name, None)
         config = self.generation_config_class.from_dict(config.to_dict()).with_defaults()
+        # As keywords only: in a config they may be the values of D2F, which it has by default.
+        refused = () if config.decoding == "d2f" else D2F_ONLY
         if config.decoding == "vanilla":
-            for name in D2F_ONLY:
-                if kwargs.get(name) is not None:
-                    raise ValueError(
-                        f"`{name}` (got {kwargs[name]!r}) has no meaning with decoding='vanilla'. Leave it out, or "
-                        "take decoding='d2f'."
-                    )
+            refused += ("confidence_threshold",)
+        for name in refused:
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` (got {kwargs[name]!r}) has no meaning with decoding={config.decoding!r}. Leave it out, "
+                    "or take decoding='d2f'."
+                )
+        if config.decoding == "fast_dllm" and config.steps is not None and threshold is not None:
+            raise ValueError(
+                f"`confidence_threshold` (got {threshold!r}) has no meaning with `steps` (got {config.steps}), which "
+                "fix how many tokens each step accepts. Leave one of them out."
+            )
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
@@ -135,7 +149,7 @@ class D2FGenerationMixin(GenerationMixin):
         kwargs["model_kwargs"] = None
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
         # The smallest length is a matter of a token's place in the response, not of how much is decoded by now: see
-        # `_scores`. The caller's own processors stay.
+        # `_predict`. The caller's own processors stay.
         own = {id(processor) for processor in kwargs.get("logits_processor") or ()}
         by_length = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
         processors = LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
@@ -266,6 +280,10 @@ class D2FGenerationMixin(GenerationMixin):
             num_forward_passes, trace = self._decode_pipelined(
                 response, logits_processor, generation_config, synced_gpus, generator, use_cache is not False
             )
+        elif generation_config.decoding == "fast_dllm":
+            num_forward_passes, trace = self._decode_fast_dllm(
+                response, logits_processor, generation_config, synced_gpus, generator, use_cache is not False
+            )
         else:
             num_forward_passes, trace = self._decode_vanilla(response, logits_processor, generation_config, generator)
         if streamer is not None:
@@ -359,13 +377,8 @@ class D2FGenerationMixin(GenerationMixin):
             # 4. Accept.
             row, column = is_masked_here.nonzero(as_tuple=True)
             index = position[row, column] - prompt_lengths[row]  # in the response
-            scores = self._scores(logits, row, index, response, logits_processor)
-            tokens, probability, ranking = choose_tokens(
-                scores,
-                generation_config.do_sample,
-                generation_config.token_ranking,
-                never=response.mask_token_id,  # "not decoded yet" is not something to decode
-                generator=generator,
+            scores, tokens, probability, ranking = self._predict(
+                logits, row, index, response, logits_processor, generation_config, generator
             )
             is_finite = probability.isfinite().all()
             has_prediction = torch.ones_like(row, dtype=torch.bool)
@@ -401,19 +414,9 @@ class D2FGenerationMixin(GenerationMixin):
         """
         prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
         block_size = min(self._block_size(generation_config), limit)
-        num_blocks = math.ceil(limit / block_size)
-        steps, guidance_scale = generation_config.steps, generation_config.guidance_scale
-        if steps is not None and (steps % num_blocks or limit % block_size):
-            raise ValueError(
-                f"`steps` must be a multiple of the number of blocks and `max_new_tokens` one of `block_size`, got "
-                f"{steps} steps for {limit} tokens in blocks of {block_size}. Without `steps` each token takes one."
-            )
-        if any(depends_on_neighbours(processor) for processor in logits_processor):
-            raise ValueError(
-                "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
-                "tokens need the tokens right before the chosen one, which decoding='vanilla' may decode later. Leave "
-                "them out, or take decoding='d2f'."
-            )
+        steps_per_block = self._steps_per_block(generation_config, limit)
+        guidance_scale = generation_config.guidance_scale
+        _refuse_dependence_on_neighbours(logits_processor, generation_config)
         device = prompt_lengths.device
         position = torch.arange(response.sequences.shape[1], device=device)[None]
         is_token = position < (prompt_lengths + limit)[:, None]
@@ -421,7 +424,7 @@ class D2FGenerationMixin(GenerationMixin):
         num_forward_passes = 0
         for start in range(0, limit, block_size):
             size = min(block_size, limit - start)
-            num_steps = steps // num_blocks if steps is not None else size
+            num_steps = size if steps_per_block is None else steps_per_block
             for step in range(num_steps):
                 if response.is_stopped().all():
                     break
@@ -441,13 +444,8 @@ class D2FGenerationMixin(GenerationMixin):
                     ).logits
                     logits = unconditional + guidance_scale * (logits - unconditional)
                 num_forward_passes += 1
-                scores = self._scores(logits, row, index, response, logits_processor)
-                tokens, probability, ranking = choose_tokens(
-                    scores,
-                    generation_config.do_sample,
-                    generation_config.token_ranking,
-                    never=response.mask_token_id,  # "not decoded yet" is not something to decode
-                    generator=generator,
+                scores, tokens, probability, ranking = self._predict(
+                    logits, row, index, response, logits_processor, generation_config, generator
                 )
                 if not probability.isfinite().all():
                     raise ValueError(NOT_FINITE)
@@ -465,20 +463,132 @@ class D2FGenerationMixin(GenerationMixin):
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         return torch.full_like(prompt_lengths, num_forward_passes), None
 
+    @torch.no_grad()
+    def _decode_fast_dllm(
+        self,
+        response: Response,
+        logits_processor: LogitsProcessorList,
+        generation_config: D2FGenerationConfig,
+        synced_gpus: bool,
+        generator: torch.Generator | None,
+        use_cache: bool,
+    ) -> tuple[torch.LongTensor, None]:
+        """Decodes `response` as Fast-dLLM (arXiv 2505.22618) does: bidirectional, from keys and values that are stale.
+
+        All response tokens are masked from the start and seen by all. The batch goes from block to block; in a block,
+        until all rows have decoded it:
+
+        1. Which of its tokens are masked, and which rows would go on if they were alone.
+        2. The window, which replaces its keys and values in the cache. In the first step it is the whole sequence, in
+           the others the block (dual cache), or all from the block on (prefix cache). Without a cache it is always
+           the whole sequence.
+        3. Forward.
+        4. Accept the best token and all that reach `confidence_threshold`, or as many as `steps` say.
+
+        Returns:
+            Forwards of each row `(B,)`, those that it would take alone; and no trace.
+        """
+        prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
+        block_size = min(self._block_size(generation_config), limit)
+        steps_per_block = self._steps_per_block(generation_config, limit)
+        _refuse_dependence_on_neighbours(logits_processor, generation_config)
+        block_cache = (generation_config.block_cache or "dual") if use_cache else "none"
+        look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
+        device, num_slots = prompt_lengths.device, response.sequences.shape[1]
+        slot = torch.arange(num_slots, device=device).expand_as(response.sequences)
+        is_token = slot < (prompt_lengths + limit)[:, None]
+        cache = None if block_cache == "none" else D2FCache(self.config.num_hidden_layers, num_slots)
+        min_steps = 1 if cache is None else 2  # the original looks whether it is done only behind a cached step
+        num_forward_passes = torch.zeros_like(prompt_lengths)
+
+        for start in range(0, limit, block_size):
+            end = min(start + block_size, limit)
+            for step in itertools.count():
+                # 1. What there is to decode.
+                is_masked = response.is_masked()[:, start:end]  # [B, K]
+                is_active = (is_masked.any(-1) | (step < min_steps)) & ~response.is_stopped()
+                if not is_active.any():
+                    break
+                self._has_unfinished_sequences(False, synced_gpus, device)  # tells the other processes to go on
+                row, index = is_masked.nonzero(as_tuple=True)
+                index = index + start  # in the response
+
+                # 2. The window.
+                position = slot
+                if cache is not None and step > 0:
+                    window_end = end if block_cache == "dual" else limit
+                    offset = torch.arange(start - look_back, window_end, device=device)
+                    position = prompt_lengths[:, None] + offset  # [B, W]
+                is_masked_here = torch.zeros_like(position, dtype=torch.bool)
+                is_masked_here[row, prompt_lengths[row] + index - position[row, 0]] = True
+
+                # 3. Forward.
+                if cache is not None:
+                    cache.set_window(position, num_slots)
+                logits = self(
+                    input_ids=response.sequences.gather(1, position),
+                    attention_mask=is_token,
+                    position_ids=position,
+                    cache=cache,
+                    logits_to_keep=predicting_positions(is_masked_here, self.config.right_shift_logits),
+                ).logits  # [M, V]
+                num_forward_passes += is_active
+
+                # 4. Accept.
+                scores, tokens, probability, ranking = self._predict(
+                    logits, row, index, response, logits_processor, generation_config, generator
+                )
+                if not probability.isfinite().all():
+                    raise ValueError(NOT_FINITE)
+                probability, ranking = (
+                    spread(values, row, index - start, is_masked.shape) for values in (probability, ranking)
+                )
+                if steps_per_block is None:
+                    threshold = generation_config.confidence_threshold
+                    accepted = fast_dllm_accepted_tokens(is_masked, probability, ranking, threshold)
+                else:
+                    accepted = vanilla_accepted_tokens(is_masked, ranking, step, steps_per_block, "even")
+                accepted = accepted[row, index - start]
+                response.write(row[accepted], index[accepted], tokens[accepted])
+                response.keep(row[accepted], index[accepted], scores=scores[accepted], logits=logits[accepted].float())
+                response.publish(shown=torch.full_like(prompt_lengths, limit))
+        while self._has_unfinished_sequences(True, synced_gpus, device):
+            # Other processes are still decoding and need this one in their collectives.
+            self(input_ids=response.sequences, attention_mask=is_token, logits_to_keep=1)
+        return num_forward_passes, None
+
     def _block_size(self, generation_config: D2FGenerationConfig) -> int:
         return self.config.block_size if generation_config.block_size is None else generation_config.block_size
 
-    def _scores(
+    def _steps_per_block(self, generation_config: D2FGenerationConfig, limit: int) -> int | None:
+        """The share of a block in `steps`, for a response of `limit` tokens; `None` if `steps` are not given."""
+        steps, block_size = generation_config.steps, min(self._block_size(generation_config), limit)
+        if steps is None:
+            return None
+        num_blocks = math.ceil(limit / block_size)
+        if steps % num_blocks or limit % block_size:
+            raise ValueError(
+                f"`steps` must be a multiple of the number of blocks and `max_new_tokens` one of `block_size`, got "
+                f"{steps} steps for {limit} tokens in blocks of {block_size}. Without `steps` any length will do."
+            )
+        return steps // num_blocks
+
+    def _predict(
         self,
         logits: torch.Tensor,
         row: torch.LongTensor,
         index: torch.LongTensor,
         response: Response,
         logits_processor: LogitsProcessorList,
-    ) -> torch.FloatTensor:
-        """What each masked token is chosen from: its `logits` `(M, V)` in float32, after the logits processors.
+        generation_config: D2FGenerationConfig,
+        generator: torch.Generator | None,
+    ) -> tuple[torch.FloatTensor, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
+        """Chooses a token for each masked one from its `logits` `(M, V)` in float32, after the logits processors.
 
         `row` and `index`, `(M,)` each, say whose token it is and its place in the response.
+
+        Returns:
+            What it was chosen from `(M, V)`; the token, its probability and its rank value, `(M,)` each.
         """
         scores = logits.float()
         if scores is logits and "logits" in response.kept:
@@ -490,7 +600,26 @@ class D2FGenerationMixin(GenerationMixin):
             is_early = torch.zeros_like(scores, dtype=torch.bool)
             is_early[:, response.eos_token_ids] = (index < response.min_new_tokens)[:, None]
             scores = scores.masked_fill(is_early, -torch.inf)
-        return process_logits(scores, row, index, response, logits_processor)
+        scores = process_logits(scores, row, index, response, logits_processor)
+        tokens, probability, ranking = choose_tokens(
+            scores,
+            generation_config.do_sample,
+            generation_config.token_ranking,
+            never=response.mask_token_id,  # "not decoded yet" is not something to decode
+            generator=generator,
+        )
+        return scores, tokens, probability, ranking
+
+
+def _refuse_dependence_on_neighbours(
+    logits_processor: LogitsProcessorList, generation_config: D2FGenerationConfig
+) -> None:
+    if any(depends_on_neighbours(processor) for processor in logits_processor):
+        raise ValueError(
+            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
+            "tokens need the tokens right before the chosen one, which decoding="
+            f"{generation_config.decoding!r} may decode later. Leave them out, or take decoding='d2f'."
+        )
 
 
 def _record(

@@ -88,8 +88,15 @@ def plain_forward(
     n_kv_heads: int,
     rope_theta: float,
     eps: float,
+    positions: torch.Tensor | None = None,
+    memory: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Logits `[L, V]` of the ids `[L]` under the mask `allowed` `[L, L]`."""
+    """Logits `[L, V]` of the ids `[L]` under the mask `allowed` `[L, L]`.
+
+    With `memory` the ids stand at `positions` `[L]` of a sequence of which it holds keys and values by layer. Theirs
+    are replaced in it, and all of it is attended to. An empty one is filled.
+    """
+    positions = torch.arange(len(ids)) if positions is None else positions
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
@@ -100,7 +107,7 @@ def plain_forward(
     x = weights[names["embedding"]][ids]  # [L, hidden]
     head_size = x.shape[1] // n_heads
     frequencies = rope_theta ** (-torch.arange(0, head_size, 2) / head_size)  # [D / 2]
-    angles = (torch.arange(len(ids))[:, None] * frequencies).repeat(1, 2)  # [L, D]
+    angles = (positions[:, None] * frequencies).repeat(1, 2)  # [L, D]
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -120,6 +127,10 @@ def plain_forward(
         k = rotate(heads(linear(h, "k"), n_kv_heads))  # [G, L, D]
         v = heads(linear(h, "v"), n_kv_heads)
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, dim=0) for t in (k, v))  # [H, L, D]
+        if memory is not None:
+            for kept, new in zip(memory.setdefault(layer, (k.clone(), v.clone())), (k, v), strict=True):
+                kept[:, positions] = new
+            k, v = memory[layer]
         scores = (q @ k.transpose(1, 2) / head_size**0.5).masked_fill(~allowed, float("-inf"))  # [H, L, L]
         attention = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(ids), -1)  # [L, H D]
         x = x + linear(attention, "o")

@@ -28,6 +28,14 @@ VANILLA_KNOBS = {
     "ranking_temperature": 0.5,
     "guidance_scale": 1.5,
 }
+FAST_DLLM_KNOBS = {
+    "decoding": "fast_dllm",
+    "block_size": 3,
+    "token_ranking": "random",
+    "confidence_threshold": 0.3,
+    "block_cache": "prefix",
+}
+MODES = pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS, FAST_DLLM_KNOBS], ids=lambda knobs: knobs["decoding"])
 
 
 def test_generate_without_arguments_does_d2f_with_the_papers_values():
@@ -44,7 +52,7 @@ def test_generate_without_arguments_does_d2f_with_the_papers_values():
     assert output.sequences.equal(explicit)
 
 
-@pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS], ids=["d2f", "vanilla"])
+@MODES
 def test_a_saved_generation_config_comes_back_with_class_and_values(knobs, tmp_path):
     model = tiny_model()
     for name, value in knobs.items():
@@ -77,7 +85,7 @@ def test_a_saved_generation_config_says_d2f_and_no_nulls(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["keyword", "plain config", "own config", "model's config"])
-@pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS], ids=["d2f", "vanilla"])
+@MODES
 def test_every_knob_reaches_the_loop_in_every_way(knobs, way, monkeypatch):
     seen = {}
 
@@ -116,6 +124,8 @@ BAD_VALUES = [
     ("confidence_threshold", float("nan")),
     ("confidence_threshold", "0.9"),
     ("output_trace", "yes"),
+    ("block_cache", "both"),
+    ("block_cache", True),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -48,7 +49,7 @@ def test_a_processor_sees_rows_of_a_batch_at_the_length_of_the_batch():
     assert recorder.seen == [[[MASK, MASK, 0]] * 2, [[0, 1, 2]] * 2]
 
 
-@pytest.mark.parametrize("decoding", ["d2f", "vanilla"])
+@pytest.mark.parametrize("decoding", DECODING_MODES)
 def test_the_repetition_penalty_equals_the_hand_computation(decoding):
     """Penalty 2 halves the logits 4, 3, 2.5 of seen tokens: 2, 3, 2.5, then 2, 1.5, 2.5, then 2, 1.5, 1.25."""
     logits = torch.zeros(9, VOCAB_SIZE)
@@ -56,7 +57,7 @@ def test_the_repetition_penalty_equals_the_hand_computation(decoding):
     options = {"max_new_tokens": 4, "repetition_penalty": 2.0, "decoding": decoding}
     one_by_one = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=1, **options)
     assert one_by_one.tolist() == [[1, 2, 3, 1, 1]]
-    at_once = {"confidence_threshold": 0.0} if decoding == "d2f" else {"steps": 1}
+    at_once = {"steps": 1} if decoding == "vanilla" else {"confidence_threshold": 0.0}
     together = ScriptedModel(logits).generate(torch.tensor([[1]]), block_size=4, **at_once, **options)
     assert together.tolist() == [[1, 2, 2, 2, 2]], "all from the prefix before this forward"
 

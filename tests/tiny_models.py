@@ -74,20 +74,31 @@ def tiny_model(
 
 
 def plain_logits(model: D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion) -> Callable[..., torch.Tensor]:
-    """The same model for the oracle: `logits_fn(ids, prompt_length=None, block_size=None)` gives `[L, V]`."""
+    """The same model for the oracle: `logits_fn(ids, prompt_length=None, block_size=None)` gives `[L, V]`.
+
+    `positions` and `memory` are those of `plain_forward`, with full attention.
+    """
     config = model.config
     names = LLADA_NAMES if config.model_type == "d2f_llada" else DREAM_NAMES
     weights = {name: weight.detach().float() for name, weight in model.state_dict().items()}
 
     @torch.no_grad()
-    def logits_fn(ids: Sequence[int], prompt_length: int | None = None, block_size: int | None = None) -> torch.Tensor:
+    def logits_fn(
+        ids: Sequence[int],
+        prompt_length: int | None = None,
+        block_size: int | None = None,
+        positions: torch.Tensor | None = None,
+        memory: dict | None = None,
+    ) -> torch.Tensor:
         if prompt_length is None or block_size is None:
-            allowed = torch.ones(len(ids), len(ids), dtype=torch.bool)
+            allowed = torch.ones((), dtype=torch.bool)
         else:
             allowed = block_causal_mask(len(ids), prompt_length, block_size)
         sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
-        rope_theta = config.rope_parameters["rope_theta"]
-        return plain_forward(weights, names, torch.tensor(ids), allowed, *sizes, rope_theta, config.rms_norm_eps)
+        rope_theta, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
+        return plain_forward(
+            weights, names, torch.tensor(ids), allowed, *sizes, rope_theta, eps, positions=positions, memory=memory
+        )
 
     return logits_fn
 
