@@ -16,11 +16,16 @@ class D2FConfig(PreTrainedConfig):
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): As everywhere in transformers.
 
     Raises:
-        ValueError: for values that contradict each other.
+        ValueError: for values that contradict each other, and for an option of the original configuration that is not
+            implemented.
     """
 
     keys_to_ignore_at_inference = ["cache"]
-    attention_projections = ()  # what the paper's LoRA adapters are on; the architecture says
+    # The architecture says what the paper's LoRA adapters are on; which options of the original configuration change
+    # the computation, with the only value that is implemented; and which ones are of no use here.
+    attention_projections = ()
+    fixed_options = {}
+    ignored_options = ()
 
     right_shift_logits: bool = False
     block_size: int = 32
@@ -29,6 +34,20 @@ class D2FConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        for option, value in self.fixed_options.items():
+            given = kwargs.pop(option, None)
+            if given is not None and given != value:
+                raise ValueError(
+                    f"`{option}` must be {value!r}, but the configuration says {given!r}. {type(self).__name__} has "
+                    "the options of the released checkpoints only; such a model needs the code it was trained with."
+                )
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+        for option in self.ignored_options:
+            self.__dict__.pop(option, None)
 
     def validate_architecture(self):
         """Part of the `@strict` validation of the base class."""

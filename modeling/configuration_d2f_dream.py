@@ -5,9 +5,6 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from .configuration_d2f import D2FConfig
 
-# Of no use to this class while `use_sliding_window` is false, as in all released checkpoints.
-_IGNORED_OPTIONS = ("sliding_window", "max_window_layers", "layer_types")
-
 
 @strict
 class D2FDreamConfig(D2FConfig):
@@ -37,6 +34,8 @@ class D2FDreamConfig(D2FConfig):
 
     model_type = "d2f_dream"
     attention_projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    fixed_options = {"use_sliding_window": False, "hidden_act": "silu"}  # as in all released Dream checkpoints
+    ignored_options = ("sliding_window", "max_window_layers", "layer_types")  # about a sliding window
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -66,20 +65,6 @@ class D2FDreamConfig(D2FConfig):
     initializer_range: float = 0.02
     right_shift_logits: bool = True
     default_theta = 1000000.0
-
-    def __post_init__(self, **kwargs):
-        for option, value in (("use_sliding_window", False), ("hidden_act", "silu")):
-            given = kwargs.pop(option, None)
-            if given is not None and given != value:
-                raise ValueError(
-                    f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FDream implements the "
-                    "options of the released Dream checkpoints only; such a model needs the code it was trained with."
-                )
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
-        for key in _IGNORED_OPTIONS:
-            self.__dict__.pop(key, None)
 
 
 D2FDreamConfig.register_for_auto_class()

@@ -5,39 +5,6 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from .configuration_d2f import D2FConfig
 
-# Options of the original configuration that change the computation, with the only value that is implemented.
-# All released LLaDA checkpoints have these values.
-_FIXED_OPTIONS = {
-    "block_type": "llama",
-    "block_group_size": 1,
-    "activation_type": "silu",
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "bias_for_layer_norm": False,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "rope": True,
-    "alibi": False,
-    "attention_layer_norm": False,
-    "input_emb_norm": False,
-    "scale_logits": False,
-    "embedding_dropout": 0.0,
-    "residual_dropout": 0.0,
-    "multi_query_attention": False,
-}
-
-# What it says about training, other code or the default of what is fixed, which is of no use to this class.
-_IGNORED_OPTIONS = (
-    "alibi_bias_max",
-    "attention_layer_norm_with_affine",
-    "flash_attention",
-    "init_cutoff_factor",
-    "init_device",
-    "init_fn",
-    "precision",
-    "rope_full_precision",
-)
-
 
 @strict
 class D2FLLaDAConfig(D2FConfig):
@@ -76,7 +43,35 @@ class D2FLLaDAConfig(D2FConfig):
         "embedding_size": "vocab_size",
         "init_std": "initializer_range",
     }
-    attention_projections = ("q_proj", "k_proj", "v_proj", "attn_out")  # what LoRA adapters of the paper are on
+    attention_projections = ("q_proj", "k_proj", "v_proj", "attn_out")
+    fixed_options = {  # all released LLaDA checkpoints have these values
+        "block_type": "llama",
+        "block_group_size": 1,
+        "activation_type": "silu",
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "bias_for_layer_norm": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "rope": True,
+        "alibi": False,
+        "attention_layer_norm": False,
+        "input_emb_norm": False,
+        "scale_logits": False,
+        "embedding_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "multi_query_attention": False,
+    }
+    ignored_options = (  # about training, other code, or the default of what is fixed
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+        "flash_attention",
+        "init_cutoff_factor",
+        "init_device",
+        "init_fn",
+        "precision",
+        "rope_full_precision",
+    )
     base_model_tp_plan = {
         "transformer.blocks.*.q_proj": "colwise",
         "transformer.blocks.*.k_proj": "colwise",
@@ -108,24 +103,13 @@ class D2FLLaDAConfig(D2FConfig):
     default_theta = 500000.0
 
     def __post_init__(self, **kwargs):
-        for option, value in _FIXED_OPTIONS.items():
-            given = kwargs.pop(option, None)
-            if given is not None and given != value:
-                raise ValueError(
-                    f"`{option}` must be {value!r}, but the configuration says {given!r}. D2FLLaDA implements the "
-                    "options of the released LLaDA checkpoints only; such a model needs the code it was trained with."
-                )
         for usual, original in self.attribute_map.items():  # before the defaults that follow from them
             value = kwargs.pop(usual, None)
             if value is not None:
                 setattr(self, original, value)
-        if self.n_kv_heads is None:
-            self.n_kv_heads = self.n_heads
         if self.mlp_hidden_size is None:
             self.mlp_hidden_size = self.mlp_ratio * self.d_model
         super().__post_init__(**kwargs)
-        for key in _IGNORED_OPTIONS:
-            self.__dict__.pop(key, None)
 
 
 D2FLLaDAConfig.register_for_auto_class()

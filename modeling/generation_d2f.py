@@ -327,9 +327,9 @@ class D2FGenerationMixin(GenerationMixin):
         while True:
             # 1. Which blocks there are.
             is_masked = response.is_masked()  # [B, R]
-            is_active = ~response.is_finished(is_masked)
-            ratio = decoded_ratio(is_masked, block_size)  # [B, N]
             end_of_text = response.end_of_text()
+            is_active = ~response.is_finished(is_masked, end_of_text)
+            ratio = decoded_ratio(is_masked, block_size)  # [B, N]
             # Without an EOS that is the limit, which lies inside the last block if that one is short.
             eos_block = torch.where(end_of_text < limit, end_of_text // block_size, ratio.shape[1])
             opened = opened_blocks(
@@ -394,8 +394,7 @@ class D2FGenerationMixin(GenerationMixin):
             ).flatten(1)[row, index]
             if trace is not None:
                 _record(trace, is_active, fed_from, end, row, position[row, column], tokens, accepted)
-            response.write(row[accepted], index[accepted], tokens[accepted])
-            response.keep(row[accepted], index[accepted], scores=scores[accepted], logits=logits[accepted].float())
+            response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
             response.publish(shown=(opened * block_size).clamp(max=limit))
         return num_forward_passes, trace
 
@@ -458,8 +457,7 @@ class D2FGenerationMixin(GenerationMixin):
                     generation_config.ranking_temperature,
                     generator,
                 )[row, index - start]
-                response.write(row[accepted], index[accepted], tokens[accepted])
-                response.keep(row[accepted], index[accepted], scores=scores[accepted], logits=logits[accepted].float())
+                response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         return torch.full_like(prompt_lengths, num_forward_passes), None
 
@@ -549,8 +547,7 @@ class D2FGenerationMixin(GenerationMixin):
                 else:
                     accepted = vanilla_accepted_tokens(is_masked, ranking, step, steps_per_block, "even")
                 accepted = accepted[row, index - start]
-                response.write(row[accepted], index[accepted], tokens[accepted])
-                response.keep(row[accepted], index[accepted], scores=scores[accepted], logits=logits[accepted].float())
+                response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         while self._has_unfinished_sequences(True, synced_gpus, device):
             # Other processes are still decoding and need this one in their collectives.

@@ -8,6 +8,7 @@ An architecture brings its configuration, its layers and the names of its parame
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -347,10 +348,6 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         # Labels stand at the masked positions; whether logits are one position ahead of them is the model's matter.
         self.loss_type = "ForCausalLM" if config.right_shift_logits else "ForMaskedLM"
 
-    def get_output_embeddings(self) -> nn.Linear:
-        """The head."""
-        raise NotImplementedError
-
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
@@ -408,7 +405,8 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             hidden_states = hidden_states[:, logits_to_keep]
         elif logits_to_keep:
             hidden_states = hidden_states[:, -logits_to_keep:]
-        logits = self.get_output_embeddings()(hidden_states)
+        head: Any = self.get_output_embeddings()
+        logits = head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -92,12 +92,6 @@ class D2FDreamPreTrainedModel(D2FPreTrainedModel):
         "attentions": OutputRecorder(D2FDreamAttention, index=1),
     }
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.base_model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.base_model.embed_tokens = value
-
 
 class D2FDreamModel(D2FDreamPreTrainedModel, D2FModel):
     """The Dream transformer: hidden states, before the head."""
@@ -129,12 +123,6 @@ class D2FDreamForBlockDiffusion(D2FDreamPreTrainedModel, D2FForBlockDiffusion):
         self.model = D2FDreamModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.lm_head = new_embeddings
 
 
 D2FDreamForBlockDiffusion.register_for_auto_class("AutoModelForCausalLM")

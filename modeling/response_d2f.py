@@ -67,9 +67,12 @@ class Response:
             return torch.full_like(self.prompt_lengths, self.max_new_tokens)
         return first_index(torch.isin(self.tokens(), self.eos_token_ids))
 
-    def is_finished(self, is_masked: torch.BoolTensor) -> torch.BoolTensor:
-        """Which rows, `(B,)`, have everything decoded up to their first EOS, the limit, or where they were stopped."""
-        return first_index(is_masked) >= torch.minimum(self.end_of_text(), self.stopped_at)
+    def is_finished(self, is_masked: torch.BoolTensor, end_of_text: torch.LongTensor) -> torch.BoolTensor:
+        """Which rows, `(B,)`, have everything decoded up to their first EOS, the limit, or where they were stopped.
+
+        From the results of the methods of these names, of which the loop needs both.
+        """
+        return first_index(is_masked) >= torch.minimum(end_of_text, self.stopped_at)
 
     def is_stopped(self) -> torch.BoolTensor:
         """Which rows, `(B,)`, a stopping criterion has ended."""
@@ -79,17 +82,25 @@ class Response:
         """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
         return torch.minimum(first_index(self.is_masked()), self.end_of_text() + 1).clamp(max=self.max_new_tokens)
 
-    def write(self, row: torch.LongTensor, index: torch.LongTensor, tokens: torch.LongTensor) -> None:
-        """Puts `tokens` at places `index` of the responses of `row`, all of shape `(M,)`."""
-        self.sequences[row, self.prompt_lengths[row] + index] = tokens
+    def accept(
+        self,
+        accepted: torch.BoolTensor,
+        row: torch.LongTensor,
+        index: torch.LongTensor,
+        tokens: torch.LongTensor,
+        **values: torch.Tensor,
+    ) -> None:
+        """Puts the `accepted` of `tokens`, `(M,)` each, at places `index` of the responses of `row`.
 
-    def keep(self, row: torch.LongTensor, index: torch.LongTensor, **values: torch.FloatTensor) -> None:
-        """Keeps `scores` and `logits` `(M, V)` of accepted tokens, as far as they are asked for."""
+        Their `scores` and `logits`, `values` of shape `(M, V)`, are kept as far as they are asked for.
+        """
+        row, index = row[accepted], index[accepted]
+        self.sequences[row, self.prompt_lengths[row] + index] = tokens[accepted]
         for name in self.kept:
+            own = values[name][accepted].float()
             if self.kept[name] is None:
-                shape = (len(self.sequences), self.max_new_tokens, values[name].shape[-1])
-                self.kept[name] = values[name].new_zeros(shape)
-            self.kept[name][row, index] = values[name]
+                self.kept[name] = own.new_zeros(len(self.sequences), self.max_new_tokens, own.shape[-1])
+            self.kept[name][row, index] = own
 
     def publish(self, shown: torch.LongTensor) -> None:
         """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS."""

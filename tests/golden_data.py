@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from d2f_hf import load_d2f_model
+
 GOLDEN = Path(__file__).parent / "golden"
 TOKEN_RANKINGS = {"default": "probability", "neg_entropy": "neg_entropy", "margin_confidence": "margin"}
 
@@ -62,6 +64,17 @@ class ExpectedRun:
     tokens: list[int]
     num_forward_passes: int
     trace: list[dict]
+
+
+@cache
+def golden_model(family: str):
+    """The tiny model, `"llada"` or `"dream"`, that the reference was run with."""
+    return load_d2f_model(GOLDEN / f"{family}_tiny").eval()
+
+
+def until_eos(tokens: list[int], eos: int) -> list[int]:
+    """`tokens` up to and including the first EOS."""
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
 @cache

@@ -2,29 +2,18 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 from d2f_hf.modeling.decoding_rules import fast_dllm_accepted_tokens
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from d2f_hf import load_d2f_model
-from golden_data import GOLDEN
+from golden_data import GOLDEN, golden_model, until_eos
 from prompts import pad, random_prompts
 from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, plain_logits, sure_of, tiny_model
 
 CACHES = ["none", "prefix", "dual"]
 golden = json.loads((GOLDEN / "vanilla_fastdllm_llada.json").read_text())
-
-
-@cache
-def golden_model():
-    return load_d2f_model(GOLDEN / "llada_tiny").eval()
-
-
-def until_eos(tokens: list[int], eos: int = EOS) -> list[int]:
-    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
 def windows_of(model) -> tuple[list[tuple[int, int]], Callable]:
@@ -41,8 +30,8 @@ def windows_of(model) -> tuple[list[tuple[int, int]], Callable]:
 def test_fast_dllm_is_reproduced_forward_by_forward(result):
     setting, prompt = golden["settings"][result["setting"]], golden["prompts"][result["prompt"]]
     pace = {"confidence_threshold": setting["threshold"]}
-    windows, remove = windows_of(golden_model())
-    output = golden_model().generate(
+    windows, remove = windows_of(golden_model("llada"))
+    output = golden_model("llada").generate(
         torch.tensor([prompt]),
         decoding="fast_dllm",
         block_cache=setting["cache"],
@@ -52,7 +41,7 @@ def test_fast_dllm_is_reproduced_forward_by_forward(result):
         **(pace if setting["threshold"] is not None else {"steps": setting["steps"]}),
     )
     remove()
-    expected = until_eos(result["tokens"], golden_model().config.eos_token_id)
+    expected = until_eos(result["tokens"], golden_model("llada").config.eos_token_id)
     assert output.sequences[0, len(prompt) :].tolist() == expected
     assert output.num_forward_passes.item() == result["nfe"] == len(windows)
     assert [length for _, length in windows] == [length for length, _ in result["calls"]]
@@ -61,7 +50,7 @@ def test_fast_dllm_is_reproduced_forward_by_forward(result):
 
 
 def test_the_golden_runs_hold_an_eos_and_blocks_that_their_first_forward_fills():
-    eos = golden_model().config.eos_token_id
+    eos = golden_model("llada").config.eos_token_id
     assert any(eos in result["tokens"][:-1] for result in golden["results"])
     one_forward = {r["prompt"] for r in golden["results"] if r["nfe"] == 1}
     cached = [
@@ -105,7 +94,7 @@ def oracle(
                 ids[i] = p[i - shift - fed.start].argmax().item()
             step += 1
             num_forward_passes += 1
-    return until_eos(ids[len(prompt) :]), num_forward_passes
+    return until_eos(ids[len(prompt) :], EOS), num_forward_passes
 
 
 PACES = {
@@ -264,26 +253,6 @@ def test_what_a_saved_config_says_for_other_modes_does_not_count_and_what_it_say
     for decoding in ("d2f", "vanilla"):
         output = model.generate(prompt, decoding=decoding, **length)
         assert output.sequences.equal(tiny_model().generate(prompt, decoding=decoding, max_new_tokens=4))
-
-
-@pytest.mark.parametrize("block_cache", CACHES)
-def test_a_process_that_has_finished_keeps_its_peers_company(block_cache, monkeypatch):
-    """Under ZeRO-3 every process must call forward until all have finished; here the forwards depend on the tokens."""
-    model, prompt = tiny_model(), torch.tensor([[1, 2, 3]])
-    options = {"decoding": "fast_dllm", "max_new_tokens": 6, "block_cache": block_cache}
-    alone = model.generate(prompt, **options, return_dict_in_generate=True)
-    extra, calls = [3], []
-
-    def peers_take_three_more(self, this_peer_finished, synced_gpus, device):
-        extra[0] -= this_peer_finished
-        return not this_peer_finished or extra[0] >= 0
-
-    monkeypatch.setattr(type(model), "_has_unfinished_sequences", peers_take_three_more)
-    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    output = model.generate(prompt, **options, synced_gpus=True)
-    handle.remove()
-    assert len(calls) == alone.num_forward_passes.item() + 3
-    assert output.equal(alone.sequences)
 
 
 @pytest.mark.parametrize(

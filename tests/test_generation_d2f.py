@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from d2f_hf import D2FGenerationOutput, D2FLLaDAForBlockDiffusion, load_d2f_model
-from golden_data import GOLDEN, ExpectedRun, GoldenRun, expected_until_eos, load_runs
+from golden_data import GOLDEN, ExpectedRun, GoldenRun, expected_until_eos, golden_model, load_runs
 from prompts import pad, random_prompts
 from reference_decoding import ReferenceResult, reference_decode
 from tiny_models import (
@@ -45,11 +45,6 @@ partial_runs = [run for run in golden_runs if run.whole_blocks_max_new_tokens < 
 
 
 @cache
-def golden_model(family: str):
-    return load_d2f_model(GOLDEN / f"{family}_tiny").eval()
-
-
-@cache
 def golden_model_with_adapter(family: str) -> PeftModel:
     return load_d2f_model(GOLDEN / f"{family}_tiny", GOLDEN / f"{family}_adapter", merge=False).eval()
 
@@ -57,6 +52,12 @@ def golden_model_with_adapter(family: str) -> PeftModel:
 @cache
 def random_model(**options) -> D2FLLaDAForBlockDiffusion:
     return tiny_model(**options)
+
+
+def oracle(model: D2FLLaDAForBlockDiffusion, prompt: list[int], **options) -> ReferenceResult:
+    """What Algorithm 2, written literally, makes of a tiny model."""
+    special = {"mask_token_id": MASK, "eos_token_ids": EOS, "right_shift_logits": model.config.right_shift_logits}
+    return reference_decode(plain_logits(model), prompt, **special, **options)
 
 
 def assert_row_equals(
@@ -176,14 +177,7 @@ def test_the_fast_loop_equals_the_oracle(kind, shape, thresholds):
     prompt_length, block_size, limit = SHAPES[shape]
     [prompt] = random_prompts([prompt_length], seed=prompt_length)
     options = {"block_size": block_size, **THRESHOLDS[thresholds], "max_new_tokens": limit}
-    expected = reference_decode(
-        plain_logits(model),
-        prompt,
-        **options,
-        mask_token_id=MASK,
-        eos_token_ids=EOS,
-        right_shift_logits=model.config.right_shift_logits,
-    )
+    expected = oracle(model, prompt, **options)
     assert_row_equals(model.generate(torch.tensor([prompt]), **options, **FULL), 0, prompt_length, expected, PAD)
 
 
@@ -193,14 +187,7 @@ def test_a_cap_on_the_blocks_in_flight_is_that_of_the_oracle(kind, max_active_bl
     model = random_model(**KINDS[kind])
     [prompt] = random_prompts([5], seed=6)
     options = {"block_size": 3, "max_new_tokens": 16, "max_active_blocks": max_active_blocks, **THRESHOLDS["eager"]}
-    expected = reference_decode(
-        plain_logits(model),
-        prompt,
-        **options,
-        mask_token_id=MASK,
-        eos_token_ids=EOS,
-        right_shift_logits=model.config.right_shift_logits,
-    )
+    expected = oracle(model, prompt, **options)
     assert_row_equals(model.generate(torch.tensor([prompt]), **options, **FULL), 0, 5, expected, PAD)
     if max_active_blocks is not None:
         assert max(step["window_length"] for step in expected.trace[1:]) <= 3 * max_active_blocks + 3
@@ -383,10 +370,7 @@ def test_special_tokens_inside_the_prompt_are_text_like_any_other(decoding):
     explicit = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 7, dtype=torch.long), **options)
     assert output.equal(explicit)
     if decoding == "d2f":
-        expected = reference_decode(
-            plain_logits(model), prompt, block_size=4, **THRESHOLDS["paper"], max_new_tokens=10, mask_token_id=MASK,
-            eos_token_ids=EOS,
-        )  # fmt: skip
+        expected = oracle(model, prompt, block_size=4, max_new_tokens=10, **THRESHOLDS["paper"])
         assert output[0, 7:].tolist() == expected.tokens
     batch = model.generate(torch.tensor([[PAD, PAD, *prompt], [*prompt, 4, 5]]), **options)
     tokens = output[0, 7:].tolist()
@@ -744,10 +728,16 @@ def test_two_threads_give_what_they_give_one_after_the_other():
         assert len(outputs) == 4 and all(output.equal(expected) for output in outputs)
 
 
-def test_a_process_that_has_finished_keeps_its_peers_company(monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{"output_trace": True}, *({"decoding": "fast_dllm", "block_cache": name} for name in ("none", "prefix", "dual"))],
+    ids=str,
+)
+def test_a_process_that_has_finished_keeps_its_peers_company(options, monkeypatch):
     """Under ZeRO-3 every process must call forward until all have finished; what is decoded stays the same."""
     model, prompt = random_model(), torch.tensor([[1, 2, 3]])
-    alone = model.generate(prompt, max_new_tokens=6, **FULL)
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, **options}
+    alone = model.generate(prompt, **options)
     extra, calls = [3], []
 
     def peers_take_three_more(self, this_peer_finished, synced_gpus, device):
@@ -756,7 +746,7 @@ def test_a_process_that_has_finished_keeps_its_peers_company(monkeypatch):
 
     monkeypatch.setattr(type(model), "_has_unfinished_sequences", peers_take_three_more)
     handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    output = model.generate(prompt, max_new_tokens=6, synced_gpus=True, **FULL)
+    output = model.generate(prompt, synced_gpus=True, **options)
     handle.remove()
     assert len(calls) == alone.num_forward_passes.item() + 3
     assert output.sequences.equal(alone.sequences) and output.trace == alone.trace

@@ -8,6 +8,7 @@ import copy
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -617,7 +618,8 @@ def test_hidden_states_and_attentions_on_request(family):
     assert len(output.hidden_states) == 3 and len(output.attentions) == 2
     assert output.hidden_states[0].equal(model.get_input_embeddings()(ids))
     assert not output.hidden_states[1].equal(output.hidden_states[0])
-    assert model.get_output_embeddings()(output.hidden_states[-1]).equal(output.logits)
+    head: Any = model.get_output_embeddings()
+    assert head(output.hidden_states[-1]).equal(output.logits)
     allowed = plain_models.block_causal_mask(7, 3, 4)
     for weights in output.attentions:
         assert weights.shape == (1, 4, 7, 7)
@@ -661,7 +663,8 @@ def test_the_base_model_gives_the_hidden_states_before_the_head(family):
     assert model.base_model is model.model
     assert type(model.model).__name__ == type(model).__name__.replace("ForBlockDiffusion", "Model")
     hidden = model.model(ids).last_hidden_state
-    assert model.get_output_embeddings()(hidden).equal(model(ids).logits)
+    head: Any = model.get_output_embeddings()
+    assert head(hidden).equal(model(ids).logits)
 
 
 # ---- training features ----

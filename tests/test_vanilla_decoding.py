@@ -1,26 +1,14 @@
 """`decoding="vanilla"`: the samplers of the original LLaDA and Dream."""
 
 import json
-from functools import cache
 
 import pytest
 import torch
 from d2f_hf.modeling.decoding_rules import choose_tokens, vanilla_accepted_tokens
 
-from d2f_hf import load_d2f_model
-from golden_data import GOLDEN
+from golden_data import GOLDEN, golden_model, until_eos
 from prompts import pad, random_prompts
 from tiny_models import EOS, MASK, VOCAB_SIZE, ScriptedModel, plain_logits, sure_of, tiny_model
-
-
-@cache
-def golden_model(family: str):
-    return load_d2f_model(GOLDEN / f"{family}_tiny").eval()
-
-
-def until_eos(tokens: list[int], eos: int) -> list[int]:
-    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
-
 
 llada = json.loads((GOLDEN / "vanilla_llada.json").read_text())
 dream = json.loads((GOLDEN / "vanilla_dream.json").read_text())
@@ -134,8 +122,7 @@ def vanilla_oracle(logits_fn, prompt, limit, block_size, steps_per_block, right_
             rows = {i: p[i - 1 if right_shift_logits else i] for i in masked}
             for i in sorted(masked, key=lambda i: -float(rows[i].max()))[:count]:
                 ids[i] = int(rows[i].argmax())
-    tokens = ids[len(prompt) :]
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+    return until_eos(ids[len(prompt) :], EOS)
 
 
 @pytest.mark.parametrize("kind", ["plain", "shifted"])

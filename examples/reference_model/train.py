@@ -170,7 +170,7 @@ def train_twin() -> None:
         data_collator=partial(collate_for_twin, pad_token_id=tokenizer.pad_token_id),
     )
     run(trainer, "twin")
-    save(model, tokenizer, "twin")
+    save(model, "twin")
 
 
 # Where the weights of the twin go in the teacher. The two compute the same function of a causal sequence.
@@ -239,7 +239,7 @@ def train_teacher() -> None:
         data_collator=diffusion_collator(tokenizer),
     )
     run(trainer, "teacher")
-    save(trainer.model, tokenizer, "teacher")
+    save(trainer.model, "teacher")
 
 
 def train_student() -> None:
@@ -271,7 +271,7 @@ def train_student() -> None:
         ),
     )
     run(trainer, "student")
-    save(trainer.model, tokenizer, "student")
+    save(trainer.model, "student")
 
 
 def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
@@ -283,14 +283,13 @@ def diffusion_collator(tokenizer: PreTrainedTokenizerBase) -> D2FDataCollator:
     )
 
 
-def save(model, tokenizer: PreTrainedTokenizerBase, stage: str) -> None:
-    """Weights in bfloat16, as safetensors, and the tokenizer; neither code, which is in modeling/, nor paths."""
+def save(model, stage: str) -> None:
+    """Weights in bfloat16, as safetensors; neither code, which is in modeling/, nor paths. All share tokenizer/."""
     folder = HERE / stage
     if isinstance(model, PeftModel):
         model.peft_config["default"].base_model_name_or_path = "../teacher"
     model.config.use_cache = True  # the Trainer turns it off
     model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     for unwanted in (*folder.glob("*.py"), *folder.glob("README.md")):
         unwanted.unlink()
     config = folder / "config.json"
