@@ -6,42 +6,71 @@ the next step, which feeds that block again; what belongs to a final block stays
 copy: the loop just stops feeding it.
 """
 
-# B batch, H key/value heads, Q fed tokens, S slots, D head dimension
+# B rows of the cache, A rows of a forward, H key/value heads, Q fed tokens, S slots, D head dimension
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+CHUNK = 256  # slots that a growing cache gets at a time
+PADDING = -1  # the slot that padding writes to, which nobody reads
+
 
 class D2FCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, preallocated, `(B, H, S, D)` each."""
+    """Keys and values of one layer, `(B, 1 + S, H, D)` each: the first slot is for padding, token i is in slot i + 1.
+
+    Tokens come before heads, so that writing moves whole tokens; what is read is a view `(A, H, S, D)`.
+    """
 
     is_sliding = False
 
-    def __init__(self, num_slots: int):
+    def __init__(self):
         super().__init__()
-        self.num_slots = num_slots
-        self.write_slots: torch.LongTensor | None = None
-        self.read_length = num_slots
+        self.capacity = (0, 0)  # B, S
+        self.write_index: torch.LongTensor | None = None  # (A * Q,), into the (B * (1 + S)) tokens of the cache
+        self.num_rows = 0
+        self.read_length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
-        batch_size, num_heads, _, _ = key_states.shape
+        num_rows, num_slots = self.capacity
         # Zeros rather than uninitialised memory: a masked slot has weight 0, and 0 times NaN would be NaN.
-        self.keys = key_states.new_zeros(batch_size, num_heads, self.num_slots, key_states.shape[-1])
-        self.values = value_states.new_zeros(batch_size, num_heads, self.num_slots, value_states.shape[-1])
+        self.keys, self.values = (
+            states.new_zeros(num_rows, 1 + num_slots, states.shape[1], states.shape[3])
+            for states in (key_states, value_states)
+        )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Makes room for `num_rows` rows of `num_slots` tokens; what is there stays."""
+        self.capacity = (num_rows, num_slots)
+        if self.is_initialized:
+            old_rows, old_slots = self.keys.shape[:2]
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_zeros(num_rows, 1 + num_slots, *old.shape[2:])
+                new[:old_rows, :old_slots] = old
+                setattr(self, name, new)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the keys and values of the fed tokens to their slots; returns the slots that may be read."""
+        """Writes the keys and values `(A, H, Q, D)` of the fed tokens to their slots; returns what may be read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        slots = self.write_slots.to(key_states.device)[:, None, :, None]  # [B, 1, Q, 1]
-        self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-        self.values.scatter_(2, slots.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.read_length], self.values[:, :, : self.read_length]
+        index = self.write_index.to(key_states.device)
+        readable = []
+        for cached, states in ((self.keys, key_states), (self.values, value_states)):
+            cached.flatten(0, 1).index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+            readable.append(cached[: self.num_rows, 1 : 1 + self.read_length].transpose(1, 2))
+        return readable[0], readable[1]
+
+    def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
+        """Puts the rows `sources` in the place of the rows `targets`, `(N,)` each."""
+        if self.is_initialized:
+            sources, targets = sources.to(self.device), targets.to(self.device)
+            self.keys[targets] = self.keys[sources]
+            self.values[targets] = self.values[sources]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.read_length, 0
@@ -50,30 +79,55 @@ class D2FCacheLayer(CacheLayerMixin):
         return self.read_length if self.is_initialized else 0
 
     def get_max_length(self) -> int:
-        return self.num_slots
+        return self.capacity[1]
 
     # transformers before 5.20 calls it by this name.
     get_max_cache_shape = get_max_length
 
 
 class D2FCache(Cache):
-    """A cache whose rows are filled at their own pace.
+    """A cache whose rows are filled at their own pace, and which may gain and lose rows.
 
     Args:
         num_layers (`int`): Layers of the model.
-        max_length (`int`): Tokens that the longest row can hold. One more slot takes what padding writes.
+        max_length (`int`, *optional*): Tokens that the longest row can hold, if that is known. Memory is taken for as
+            many as have been fed, in chunks.
     """
 
-    def __init__(self, num_layers: int, max_length: int):
-        super().__init__(layers=[D2FCacheLayer(max_length + 1) for _ in range(num_layers)])
-        self.padding_slot = max_length
+    def __init__(self, num_layers: int, max_length: int | None = None):
+        super().__init__(layers=[D2FCacheLayer() for _ in range(num_layers)])
+        self.max_length = max_length
+        self.window: tuple[torch.LongTensor, int] | None = None
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Makes room for `num_rows` rows of `num_slots` tokens at once, where there is less."""
+        old_rows, old_slots = self.layers[0].capacity
+        if num_rows > old_rows or num_slots > old_slots:
+            for layer in self.layers:
+                layer.reserve(max(num_rows, old_rows), max(num_slots, old_slots))
 
     def set_window(self, write_slots: torch.LongTensor, read_length: int) -> None:
         """Says where the next forward writes and how much of the cache it reads.
 
         Args:
-            write_slots (`torch.LongTensor` of shape `(B, Q)`): Slot of each fed token; `padding_slot` for padding.
+            write_slots (`torch.LongTensor` of shape `(A, Q)`): Slot of each fed token of the cache's first A rows;
+                `PADDING` (-1) for padding.
             read_length (`int`): The forward sees the slots `0 .. read_length - 1`.
         """
+        self.window = (write_slots, read_length)
+        num_slots = self.layers[0].capacity[1]
+        if read_length > num_slots:
+            num_slots = (read_length + CHUNK - 1) // CHUNK * CHUNK
+            if self.max_length is not None:
+                num_slots = max(read_length, min(num_slots, self.max_length))
+        self.reserve(len(write_slots), num_slots)
+        first = torch.arange(len(write_slots), device=write_slots.device)[:, None] * (1 + num_slots)
+        index = (first + 1 + write_slots).flatten()
         for layer in self.layers:
-            layer.write_slots, layer.read_length = write_slots, read_length
+            layer.write_index, layer.num_rows, layer.read_length = index, len(write_slots), read_length
+
+    def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
+        """Puts the rows `sources` in the place of the rows `targets`, `(N,)` each."""
+        self.reserve(int(targets.max()) + 1, 0)
+        for layer in self.layers:
+            layer.move_rows(sources, targets)

@@ -5,40 +5,49 @@ They are apart from the forward that runs between them, so that another engine c
 
 # B batch, R response tokens (the limit), N blocks, K block size, V vocabulary, M masked tokens in the window, all rows
 
-import math
-
 import torch
 from torch.nn import functional as F
 
 
 def as_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
     """`values` of shape `(B, R)` as blocks `(B, N, K)`; what the last block lacks is 0 or `False`."""
-    num_blocks = math.ceil(values.shape[1] / block_size)
-    return F.pad(values, (0, num_blocks * block_size - values.shape[1])).view(-1, num_blocks, block_size)
+    missing = -values.shape[1] % block_size
+    if missing:
+        values = F.pad(values, (0, missing))
+    return values.unflatten(1, (-1, block_size))
 
 
 def spread(
     values: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     """`values` of tokens `(M,)` at their places `index` of the responses of `row`, 0 or `False` elsewhere: `shape`."""
-    return values.new_zeros(shape).index_put((row, index), values)
+    return values.new_zeros(shape[0] * shape[1]).index_copy_(0, row * shape[1] + index, values).view(shape)
 
 
-def decoded_ratio(is_masked: torch.BoolTensor, block_size: int) -> torch.FloatTensor:
-    """The share of each block that is decoded, `(B, N)`, from `is_masked` of shape `(B, R)`."""
-    block_sizes = as_blocks(torch.ones_like(is_masked[:1]), block_size).sum(-1)  # [1, N]
-    return (block_sizes - as_blocks(is_masked, block_size).sum(-1)) / block_sizes
+def decoded_ratio(is_masked: torch.BoolTensor, block_size: int, limits: torch.LongTensor) -> torch.FloatTensor:
+    """The share of each block that is decoded, `(B, N)`.
+
+    Args:
+        is_masked (`torch.BoolTensor` of shape `(B, R)`): The masked tokens, as far as they are looked at.
+        block_size (`int`): K.
+        limits (`torch.LongTensor` of shape `(B,)`): The most response tokens of each row: the last block may be short.
+    """
+    num_masked = as_blocks(is_masked, block_size).sum(-1)
+    first = torch.arange(num_masked.shape[1], device=is_masked.device) * block_size
+    sizes = (limits[:, None] - first).clamp(min=1, max=block_size)
+    return (sizes - num_masked) / sizes
 
 
 def first_index(condition: torch.BoolTensor) -> torch.LongTensor:
     """The index of the first `True` of each row of `(B, R)`, R where there is none."""
-    found = condition.any(-1)
-    return torch.where(found, condition.long().argmax(-1), condition.shape[1])
+    first = condition.byte().argmax(-1)
+    return torch.where(condition.any(-1), first, condition.shape[1])
 
 
 def opened_blocks(
     opened: torch.LongTensor,
     ratio: torch.FloatTensor,
+    num_blocks: torch.LongTensor,
     eos_block: torch.LongTensor,
     block_add_threshold: float,
     max_active_blocks: int | None = None,
@@ -51,19 +60,19 @@ def opened_blocks(
 
     Args:
         opened (`torch.LongTensor` of shape `(B,)`): Blocks opened before.
-        ratio (`torch.FloatTensor` of shape `(B, N)`): Decoded ratio of each block.
-        eos_block (`torch.LongTensor` of shape `(B,)`): Block of the first EOS; N or more without one.
+        ratio (`torch.FloatTensor` of shape `(B, N)`): Decoded ratio of each block; N exceeds no row's need but covers
+            all opened ones.
+        num_blocks (`torch.LongTensor` of shape `(B,)`): Blocks that a row can have.
+        eos_block (`torch.LongTensor` of shape `(B,)`): Block of the first EOS; `num_blocks` or more without one.
         block_add_threshold (`float`): tau_add.
         max_active_blocks (`int`, *optional*): Most blocks that are open and not final; no cap by default.
     """
-    num_blocks = ratio.shape[1]
     # Before the first block comes the prompt, which is decoded.
-    last_ratio = torch.cat([torch.ones_like(ratio[:, :1]), ratio], dim=1).gather(1, opened[:, None]).squeeze(1)
-    has_eos = eos_block < num_blocks
+    last_ratio = F.pad(ratio, (1, 0), value=1.0).gather(1, opened[:, None]).squeeze(1)
     may_add = (opened < num_blocks) & (last_ratio >= block_add_threshold)
     if max_active_blocks is not None:
         may_add &= opened - final_blocks(ratio, opened) < max_active_blocks
-    return torch.where(has_eos, torch.minimum(opened, eos_block + 1), opened + may_add)
+    return torch.where(eos_block < num_blocks, torch.minimum(opened, eos_block + 1), opened + may_add)
 
 
 def fully_activated(ratio: torch.FloatTensor, block_activation_threshold: float) -> torch.BoolTensor:
@@ -71,14 +80,12 @@ def fully_activated(ratio: torch.FloatTensor, block_activation_threshold: float)
 
     Ratios only rise, so a block that is fully activated stays so.
     """
-    return torch.cat([torch.ones_like(ratio[:, :1]), ratio[:, :-1]], dim=1) >= block_activation_threshold
+    return F.pad(ratio[:, :-1], (1, 0), value=1.0) >= block_activation_threshold
 
 
 def final_blocks(ratio: torch.FloatTensor, opened: torch.LongTensor) -> torch.LongTensor:
     """How many blocks of each row, `(B,)`, are decoded and have only decoded blocks before them."""
-    block = torch.arange(ratio.shape[1], device=ratio.device)
-    is_final = (ratio == 1.0) & (block < opened[:, None])
-    return is_final.long().cumprod(-1).sum(-1)
+    return torch.minimum(first_index(ratio < 1.0), opened)
 
 
 def accepted_tokens(

@@ -1,12 +1,6 @@
-"""Decoding in `model.generate()`: pipelined (D2F), and one block after the other (vanilla, Fast-dLLM).
+"""Decoding in `model.generate()`: pipelined (D2F), and one block after the other (vanilla, Fast-dLLM)."""
 
-The pipelined loop is Algorithm 2 of arXiv 2508.09192, for a batch whose rows go at their own pace. One truth is kept:
-the tokens, of which some are still masked. Decoded ratios, activation, what is final and what can be committed follow
-from it in each step.
-"""
-
-# B batch, R response tokens (the limit), N blocks, K block size, W window, S key/value slots, V vocabulary,
-# M masked tokens in the window, over all rows
+# B batch, R response tokens (the limit), K block size, W window, V vocabulary, M masked tokens in the window, all rows
 
 import copy
 import itertools
@@ -27,29 +21,18 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .block_causal import block_causal_mask, predicting_positions
 from .cache_d2f import D2FCache
-from .decoding_rules import (
-    accepted_tokens,
-    as_blocks,
-    choose_tokens,
-    decoded_ratio,
-    fast_dllm_accepted_tokens,
-    final_blocks,
-    first_index,
-    fully_activated,
-    opened_blocks,
-    spread,
-    vanilla_accepted_tokens,
-)
+from .decoding_rules import choose_tokens, fast_dllm_accepted_tokens, spread, vanilla_accepted_tokens
 from .generation_config_d2f import WITHOUT_MEANING_IN, D2FGenerationConfig, D2FGenerationOutput
 from .logits_process_d2f import depends_on_neighbours, process_logits
+from .pipelined_decoding import PipelinedDecoder
 from .response_d2f import Response
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
 D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
+SCORES_AT_A_TIME = 2**21  # float32 values, 8 MiB
 NOT_FINITE = (
     "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
     "easily; bfloat16 does not) and the logits processors."
@@ -302,101 +285,17 @@ class D2FGenerationMixin(GenerationMixin):
     ) -> tuple[torch.LongTensor, list | None]:
         """Decodes `response` by pipelined parallel decoding (Algorithm 2), all rows in one forward per step.
 
-        1. Open a block where the last one is decoded far enough; see which blocks are fully activated.
-        2. The window of a row: from its first token that is not in the cache (without one, from its first token) to
-           the end of its last open block.
-        3. Forward, which commits the blocks at the start of the window that it reads fully decoded. The prompt is
-           block 0 and final from the start, so the first forward prefills it.
-        4. Accept tokens, all from the logits of this one forward.
-
         Returns:
             Forwards of each row `(B,)`, and the trace.
         """
-        block_size = min(self._block_size(generation_config), response.max_new_tokens)
-        look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
-        prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
-        device = prompt_lengths.device
-        cache = D2FCache(self.config.num_hidden_layers, response.sequences.shape[1])
-        opened = torch.zeros_like(prompt_lengths)
-        committed = torch.zeros_like(prompt_lengths)  # tokens whose keys and values are in the cache for good
-        num_forward_passes = torch.zeros_like(prompt_lengths)
-        trace = [[] for _ in prompt_lengths] if generation_config.output_trace else None
-        is_finite = torch.ones((), dtype=torch.bool, device=device)
-        must_wait = any(depends_on_neighbours(processor) for processor in logits_processor)
-
-        while True:
-            # 1. Which blocks there are.
-            is_masked = response.is_masked()  # [B, R]
-            end_of_text = response.end_of_text()
-            is_active = ~response.is_finished(is_masked, end_of_text)
-            ratio = decoded_ratio(is_masked, block_size)  # [B, N]
-            # Without an EOS that is the limit, which lies inside the last block if that one is short.
-            eos_block = torch.where(end_of_text < limit, end_of_text // block_size, ratio.shape[1])
-            opened = opened_blocks(
-                opened, ratio, eos_block, generation_config.block_add_threshold, generation_config.max_active_blocks
-            )
-            is_fully_activated = fully_activated(ratio, generation_config.block_activation_threshold)
-
-            # 2. The window.
-            end = prompt_lengths + (opened * block_size).clamp(max=limit)
-            start = (committed - look_back).clamp(min=0)
-            fed = (end - start) * is_active
-            width, num_slots, any_active, was_finite = torch.stack(
-                [fed.max(), end.max(), is_active.any(), is_finite]
-            ).tolist()  # shapes of this step; the host also waits where masked tokens are picked out below
-            if not was_finite:
-                raise ValueError(NOT_FINITE)
-            if not self._has_unfinished_sequences(not any_active, synced_gpus, device):
-                break
-            offset = torch.arange(max(width, 1), device=device)
-            is_fed = offset < fed[:, None]  # [B, W]
-            position = (start[:, None] + offset).clamp(max=response.sequences.shape[1] - 1)
-            window = response.sequences.gather(1, position)
-            in_response = is_fed & (position >= prompt_lengths[:, None])
-            is_masked_here = in_response & (window == response.mask_token_id)
-            slot = torch.arange(num_slots, device=device)[None]
-            allowed = block_causal_mask(position, prompt_lengths, block_size, slot, slot < end[:, None])
-
-            # 3. Forward.
-            cache.set_window(torch.where(is_fed, position, cache.padding_slot), num_slots)
-            logits = self(
-                input_ids=window,
-                attention_mask=allowed,
-                position_ids=position,
-                cache=cache,
-                logits_to_keep=predicting_positions(is_masked_here, self.config.right_shift_logits),
-            ).logits  # [M, V]
-            if not any_active:
-                continue  # other processes are still decoding and need this one in their collectives
-            num_forward_passes += is_active
-            fed_from = committed
-            if use_cache:
-                final = (final_blocks(ratio, opened) * block_size).clamp(max=limit)
-                committed = torch.where(is_active, prompt_lengths + final, committed)
-
-            # 4. Accept.
-            row, column = is_masked_here.nonzero(as_tuple=True)
-            index = position[row, column] - prompt_lengths[row]  # in the response
-            scores, tokens, probability, ranking = self._predict(
-                logits, row, index, response, logits_processor, generation_config, generator
-            )
-            is_finite = probability.isfinite().all()
-            has_prediction = torch.ones_like(row, dtype=torch.bool)
-            if must_wait:  # for the tokens before them
-                has_prediction = index == first_index(is_masked)[row]
-            accepted = accepted_tokens(
-                *(
-                    as_blocks(spread(values, row, index, is_masked.shape), block_size)
-                    for values in (has_prediction, probability, ranking)
-                ),
-                is_fully_activated,
-                generation_config.confidence_threshold,
-            ).flatten(1)[row, index]
-            if trace is not None:
-                _record(trace, is_active, fed_from, end, row, position[row, column], tokens, accepted)
-            response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
-            response.publish(shown=(opened * block_size).clamp(max=limit))
-        return num_forward_passes, trace
+        decoder = PipelinedDecoder(self, response, logits_processor, generation_config, generator, use_cache)
+        decoder.add_rows(torch.arange(len(response.sequences)))
+        while self._has_unfinished_sequences(len(decoder.live) == 0, synced_gpus, response.device):
+            if len(decoder.live) > 0:
+                decoder.step()
+            else:  # other processes are still decoding and need this one in their collectives
+                self(input_ids=response.sequences[:1, :1].to(response.device))
+        return decoder.num_forward_passes, decoder.trace
 
     @torch.no_grad()
     def _decode_vanilla(
@@ -416,9 +315,10 @@ class D2FGenerationMixin(GenerationMixin):
         steps_per_block = self._steps_per_block(generation_config, limit)
         guidance_scale = generation_config.guidance_scale
         _refuse_dependence_on_neighbours(logits_processor, generation_config)
-        device = prompt_lengths.device
-        position = torch.arange(response.sequences.shape[1], device=device)[None]
-        is_token = position < (prompt_lengths + limit)[:, None]
+        look_back = int(self.config.right_shift_logits)  # the token before a masked one predicts it
+        device = response.device
+        position = torch.arange(response.sequences.shape[1])[None]
+        is_token = (position < (prompt_lengths + limit)[:, None]).to(device)
         is_prompt = position < prompt_lengths[:, None]
         num_forward_passes = 0
         for start in range(0, limit, block_size):
@@ -430,24 +330,20 @@ class D2FGenerationMixin(GenerationMixin):
                 is_masked = response.is_masked()[:, start : start + size]  # [B, K]
                 row, index = is_masked.nonzero(as_tuple=True)
                 index = index + start  # in the response
-                is_masked_here = torch.zeros_like(is_token)
-                is_masked_here[row, prompt_lengths[row] + index] = True
-                logits_to_keep = predicting_positions(is_masked_here, self.config.right_shift_logits)
+                logits_to_keep = (row.to(device), (prompt_lengths[row] + index - look_back).to(device))
                 logits = self(
-                    input_ids=response.sequences, attention_mask=is_token, logits_to_keep=logits_to_keep
+                    input_ids=response.sequences.to(device), attention_mask=is_token, logits_to_keep=logits_to_keep
                 ).logits
                 if guidance_scale is not None and guidance_scale != 1:
                     without_prompt = response.sequences.masked_fill(is_prompt, response.mask_token_id)
                     unconditional = self(
-                        input_ids=without_prompt, attention_mask=is_token, logits_to_keep=logits_to_keep
+                        input_ids=without_prompt.to(device), attention_mask=is_token, logits_to_keep=logits_to_keep
                     ).logits
                     logits = unconditional + guidance_scale * (logits - unconditional)
                 num_forward_passes += 1
                 scores, tokens, probability, ranking = self._predict(
                     logits, row, index, response, logits_processor, generation_config, generator
                 )
-                if not probability.isfinite().all():
-                    raise ValueError(NOT_FINITE)
                 accepted = vanilla_accepted_tokens(
                     is_masked,
                     spread(ranking, row, index - start, is_masked.shape),
@@ -492,9 +388,9 @@ class D2FGenerationMixin(GenerationMixin):
         _refuse_dependence_on_neighbours(logits_processor, generation_config)
         block_cache = (generation_config.block_cache or "dual") if use_cache else "none"
         look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
-        device, num_slots = prompt_lengths.device, response.sequences.shape[1]
-        slot = torch.arange(num_slots, device=device).expand_as(response.sequences)
-        is_token = slot < (prompt_lengths + limit)[:, None]
+        device, num_slots = response.device, response.sequences.shape[1]
+        slot = torch.arange(num_slots).expand_as(response.sequences)
+        is_token = (slot < (prompt_lengths + limit)[:, None]).to(device)
         cache = None if block_cache == "none" else D2FCache(self.config.num_hidden_layers, num_slots)
         min_steps = 1 if cache is None else 2  # the original looks whether it is done only behind a cached step
         num_forward_passes = torch.zeros_like(prompt_lengths)
@@ -515,20 +411,18 @@ class D2FGenerationMixin(GenerationMixin):
                 position = slot
                 if cache is not None and step > 0:
                     window_end = end if block_cache == "dual" else limit
-                    offset = torch.arange(start - look_back, window_end, device=device)
-                    position = prompt_lengths[:, None] + offset  # [B, W]
-                is_masked_here = torch.zeros_like(position, dtype=torch.bool)
-                is_masked_here[row, prompt_lengths[row] + index - position[row, 0]] = True
+                    position = prompt_lengths[:, None] + torch.arange(start - look_back, window_end)  # [B, W]
+                column = prompt_lengths[row] + index - look_back - position[row, 0]  # in the window
 
                 # 3. Forward.
                 if cache is not None:
-                    cache.set_window(position, num_slots)
+                    cache.set_window(position.to(device), num_slots)
                 logits = self(
-                    input_ids=response.sequences.gather(1, position),
+                    input_ids=response.sequences.gather(1, position).to(device),
                     attention_mask=is_token,
-                    position_ids=position,
+                    position_ids=position.to(device),
                     cache=cache,
-                    logits_to_keep=predicting_positions(is_masked_here, self.config.right_shift_logits),
+                    logits_to_keep=(row.to(device), column.to(device)),
                 ).logits  # [M, V]
                 num_forward_passes += is_active
 
@@ -536,8 +430,6 @@ class D2FGenerationMixin(GenerationMixin):
                 scores, tokens, probability, ranking = self._predict(
                     logits, row, index, response, logits_processor, generation_config, generator
                 )
-                if not probability.isfinite().all():
-                    raise ValueError(NOT_FINITE)
                 probability, ranking = (
                     spread(values, row, index - start, is_masked.shape) for values in (probability, ranking)
                 )
@@ -551,7 +443,7 @@ class D2FGenerationMixin(GenerationMixin):
                 response.publish(shown=torch.full_like(prompt_lengths, limit))
         while self._has_unfinished_sequences(True, synced_gpus, device):
             # Other processes are still decoding and need this one in their collectives.
-            self(input_ids=response.sequences, attention_mask=is_token, logits_to_keep=1)
+            self(input_ids=response.sequences[:1, :1].to(device))
         return num_forward_passes, None
 
     def _block_size(self, generation_config: D2FGenerationConfig) -> int:
@@ -579,23 +471,56 @@ class D2FGenerationMixin(GenerationMixin):
         logits_processor: LogitsProcessorList,
         generation_config: D2FGenerationConfig,
         generator: torch.Generator | None,
-    ) -> tuple[torch.FloatTensor, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
+    ) -> tuple[torch.FloatTensor | None, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
         """Chooses a token for each masked one from its `logits` `(M, V)` in float32, after the logits processors.
 
-        `row` and `index`, `(M,)` each, say whose token it is and its place in the response.
+        `row` and `index`, `(M,)` each, say whose token it is and its place in the response. The vocabulary is wide, so
+        float32 copies are made of a few rows at a time.
 
         Returns:
-            What it was chosen from `(M, V)`; the token, its probability and its rank value, `(M,)` each.
+            What it was chosen from `(M, V)`, if that is to be kept; and on the host the token, its probability and its
+            rank value, `(M,)` each.
+
+        Raises:
+            ValueError: for logits that leave no choice.
         """
+        num_rows = max(1, SCORES_AT_A_TIME // logits.shape[1])
+        parts = [
+            self._choose(*part, response, logits_processor, generation_config, generator)
+            for part in zip(logits.split(num_rows), row.split(num_rows), index.split(num_rows), strict=True)
+        ]
+        scores, *chosen = parts[0] if len(parts) == 1 else zip(*parts, strict=True)
+        if len(parts) > 1:
+            scores = torch.cat(scores) if "scores" in response.kept else None
+            chosen = [torch.cat(values) for values in chosen]
+        tokens, probability, ranking = chosen
+        if logits.device.type != "cpu":  # in one transfer; float32 holds every token id
+            tokens, probability, ranking = torch.stack([tokens.float(), probability, ranking]).cpu()
+            tokens = tokens.long()
+        if not probability.isfinite().all():
+            raise ValueError(NOT_FINITE)
+        return scores, tokens, probability, ranking
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        row: torch.LongTensor,
+        index: torch.LongTensor,
+        response: Response,
+        logits_processor: LogitsProcessorList,
+        generation_config: D2FGenerationConfig,
+        generator: torch.Generator | None,
+    ) -> tuple[torch.FloatTensor, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
+        """The same, of a few tokens."""
         scores = logits.float()
         if scores is logits and "logits" in response.kept:
             scores = scores.clone()
         if len(logits_processor) > 0:
             # What they leave must not be the mask token alone.
             scores[:, response.mask_token_id] = -torch.inf
-        if response.min_new_tokens > 0 and response.eos_token_ids is not None:
+        if response.min_new_tokens > 0 and response.eos_token_ids:
             is_early = torch.zeros_like(scores, dtype=torch.bool)
-            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens)[:, None]
+            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens).to(scores.device)[:, None]
             scores = scores.masked_fill(is_early, -torch.inf)
         scores = process_logits(scores, row, index, response, logits_processor)
         tokens, probability, ranking = choose_tokens(
@@ -617,27 +542,3 @@ def _refuse_dependence_on_neighbours(
             "tokens need the tokens right before the chosen one, which decoding="
             f"{generation_config.decoding!r} may decode later. Leave them out, or take decoding='d2f'."
         )
-
-
-def _record(
-    trace: list[list[dict]],
-    is_active: torch.BoolTensor,
-    start: torch.LongTensor,
-    end: torch.LongTensor,
-    row: torch.LongTensor,
-    position: torch.LongTensor,
-    tokens: torch.LongTensor,
-    accepted: torch.BoolTensor,
-) -> None:
-    """Appends one forward to the trace of each active row."""
-    for b, row_trace in enumerate(trace):
-        if is_active[b]:
-            chosen = (row == b) & accepted
-            row_trace.append(
-                {
-                    "window_start": int(start[b]),
-                    "window_length": int(end[b] - start[b]),
-                    "committed_length": int(start[b]),
-                    "accepted": list(zip(position[chosen].tolist(), tokens[chosen].tolist(), strict=True)),
-                }
-            )

@@ -86,20 +86,20 @@ def process_logits(
     prefixes = None
     for processor in logits_processor:
         if isinstance(processor, _OF_THE_SCORES):
-            scores = processor(response.sequences[row], scores)
+            scores = processor(response.sequences[row].to(scores.device), scores)
         elif isinstance(processor, _OF_THE_LENGTH):
             processed = torch.empty_like(scores)
             for i in index.unique().tolist():
-                text = response.sequences.new_full((1, response.prompt_width + i), response.mask_token_id)
+                text = index.new_full((1, response.prompt_width + i), response.mask_token_id)
                 own = index == i
-                processed[own] = processor(text.expand(int(own.sum()), -1), scores[own])
+                processed[own] = processor(text.to(scores.device).expand(int(own.sum()), -1), scores[own])
             scores = processed
         else:
             prefixes = _decoded_prefixes(response) if prefixes is None else prefixes
             processed = []
             for b in row.unique_consecutive().tolist():
                 own = scores[row == b]
-                text = prefixes[b].expand(len(own), -1)
+                text = prefixes[b].to(scores.device).expand(len(own), -1)
                 if isinstance(processor, PrefixConstrainedLogitsProcessor):
                     processed.append(_constrained(processor, b, text, own))
                 else:

@@ -361,7 +361,7 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         block_size: int | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | torch.Tensor | tuple[torch.Tensor, torch.Tensor] = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> D2FBlockDiffusionOutput:
         """Logits of a sequence: bidirectional (the teacher's view), or block-causal if `prompt_lengths` are given.
@@ -381,8 +381,9 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             labels (`torch.LongTensor` of shape `(B, L)`, *optional*): The true tokens at the positions that the loss
                 is about (the masked ones), -100 elsewhere.
             use_cache (`bool`, *optional*): Of no effect: a cache is used if it is passed.
-            logits_to_keep (`int` or `torch.Tensor`): The last so many positions (0: all), a vector of positions, or a
-                bool mask `(B, L)`, which gives logits `(M, V)` in row-major order.
+            logits_to_keep (`int`, `torch.Tensor` or a pair of them): The last so many positions (0: all), a vector of
+                positions, a bool mask `(B, L)`, which gives logits `(M, V)` in row-major order, or rows and positions,
+                `(M,)` each, which give `(M, V)` too and make no accelerator wait.
 
         Returns:
             [`D2FBlockDiffusionOutput`]
@@ -399,7 +400,9 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dtype == torch.bool:
+        if isinstance(logits_to_keep, tuple) or (
+            isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dtype == torch.bool
+        ):
             hidden_states = hidden_states[logits_to_keep]
         elif isinstance(logits_to_keep, torch.Tensor):
             hidden_states = hidden_states[:, logits_to_keep]

@@ -1,6 +1,10 @@
-"""The state of decoding: the tokens of a batch, of which some are still masked."""
+"""The state of decoding: the tokens of a batch, of which some are still masked.
 
-# B batch, R response tokens (the limit), P prompt tokens, M tokens, V vocabulary
+It lives in the host's memory. The host has to see what was accepted anyway, to compose the next window, and there each
+rule costs microseconds, not a kernel launch: a step of decoding waits for the accelerator once.
+"""
+
+# B rows, R response tokens (the limit), P prompt tokens, A rows that are looked at, M tokens, V vocabulary
 
 import torch
 from torch.nn import functional as F
@@ -38,49 +42,67 @@ class Response:
         streamer: BaseStreamer | None,
         keep: tuple[str, ...] = (),
     ):
+        self.device = prompts.device  # of the model's input, and of what streamers, criteria and callers get
+        prompts, prompt_lengths = prompts.cpu(), prompt_lengths.cpu()
         self.prompt_lengths = prompt_lengths
         self.prompt_width = prompts.shape[1]
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = min_new_tokens
         self.mask_token_id = mask_token_id
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = [] if eos_token_ids is None else eos_token_ids.tolist()
         self.stopping_criteria = stopping_criteria
         self.streamer = streamer
-        self.slots = prompt_lengths[:, None] + torch.arange(max_new_tokens, device=prompts.device)  # [B, R]
+        self.limits = torch.full_like(prompt_lengths, max_new_tokens)  # of each row, R or less
         self.sequences = F.pad(prompts, (0, max_new_tokens), value=mask_token_id)
-        self.sequences.scatter_(1, self.slots, mask_token_id)
-        self.stopped_at = torch.full_like(prompt_lengths, max_new_tokens)  # by a stopping criterion
+        self.sequences.scatter_(1, prompt_lengths[:, None] + torch.arange(max_new_tokens), mask_token_id)
+        self.stopped_at = self.limits.clone()  # by a stopping criterion
         self.kept: dict[str, torch.FloatTensor | None] = dict.fromkeys(keep)  # [B, R, V] each, once there is one
         self.published = [0] * len(prompt_lengths)  # tokens that criteria and streamer know
 
-    def tokens(self) -> torch.LongTensor:
-        """The response tokens, `(B, R)`."""
-        return self.sequences.gather(1, self.slots)
+    def replace_rows(self, rows: torch.LongTensor, prompts: list[torch.LongTensor], limits: torch.LongTensor) -> None:
+        """Puts new prompts, `(L,)` each and at most P long, and their limits in the place of ended `rows`."""
+        for row, prompt, limit in zip(rows.tolist(), prompts, limits.tolist(), strict=True):
+            self.sequences[row] = self.mask_token_id
+            self.sequences[row, : len(prompt)] = prompt
+            self.prompt_lengths[row] = len(prompt)
+            self.limits[row] = self.stopped_at[row] = limit
+            self.published[row] = 0
+
+    def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:
+        """The first `length` response tokens of `rows` (all), `(A, length)`."""
+        sequences, prompt_lengths = self.sequences, self.prompt_lengths
+        if rows is not None:
+            sequences, prompt_lengths = sequences[rows], prompt_lengths[rows]
+        slots = prompt_lengths[:, None] + torch.arange(self.max_new_tokens if length is None else length)
+        return sequences.gather(1, slots)
 
     def is_masked(self) -> torch.BoolTensor:
         """Which response tokens, `(B, R)`, are not decoded."""
         return self.tokens() == self.mask_token_id
 
+    def ends_text(self, tokens: torch.LongTensor) -> torch.BoolTensor:
+        """Which of `tokens`, of any shape, are EOS."""
+        is_eos = torch.zeros_like(tokens, dtype=torch.bool)
+        for token_id in self.eos_token_ids:
+            is_eos |= tokens == token_id
+        return is_eos
+
     def end_of_text(self) -> torch.LongTensor:
-        """Index of the first decoded EOS of each row, `(B,)`, R where there is none."""
-        if self.eos_token_ids is None:
-            return torch.full_like(self.prompt_lengths, self.max_new_tokens)
-        return first_index(torch.isin(self.tokens(), self.eos_token_ids))
-
-    def is_finished(self, is_masked: torch.BoolTensor, end_of_text: torch.LongTensor) -> torch.BoolTensor:
-        """Which rows, `(B,)`, have everything decoded up to their first EOS, the limit, or where they were stopped.
-
-        From the results of the methods of these names, of which the loop needs both.
-        """
-        return first_index(is_masked) >= torch.minimum(end_of_text, self.stopped_at)
+        """Index of the first decoded EOS of each row, `(B,)`, its limit where there is none."""
+        return torch.minimum(first_index(self.ends_text(self.tokens())), self.limits)
 
     def is_stopped(self) -> torch.BoolTensor:
         """Which rows, `(B,)`, a stopping criterion has ended."""
-        return self.stopped_at < self.max_new_tokens
+        return self.stopped_at < self.limits
 
     def prefix_length(self) -> torch.LongTensor:
         """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
-        return torch.minimum(first_index(self.is_masked()), self.end_of_text() + 1).clamp(max=self.max_new_tokens)
+        end = torch.minimum(self.end_of_text() + 1, self.limits)
+        return torch.minimum(first_index(self.is_masked()), end)
+
+    def lengths(self) -> torch.LongTensor:
+        """The lengths of ended responses, `(B,)`: up to and including their EOS, or where they were stopped."""
+        return torch.minimum(self.end_of_text() + 1, self.stopped_at)
 
     def accept(
         self,
@@ -88,7 +110,7 @@ class Response:
         row: torch.LongTensor,
         index: torch.LongTensor,
         tokens: torch.LongTensor,
-        **values: torch.Tensor,
+        **values: torch.Tensor | None,
     ) -> None:
         """Puts the `accepted` of `tokens`, `(M,)` each, at places `index` of the responses of `row`.
 
@@ -97,10 +119,10 @@ class Response:
         row, index = row[accepted], index[accepted]
         self.sequences[row, self.prompt_lengths[row] + index] = tokens[accepted]
         for name in self.kept:
-            own = values[name][accepted].float()
+            own = values[name][accepted.to(self.device)].float()
             if self.kept[name] is None:
                 self.kept[name] = own.new_zeros(len(self.sequences), self.max_new_tokens, own.shape[-1])
-            self.kept[name][row, index] = own
+            self.kept[name][row.to(self.device), index.to(self.device)] = own
 
     def publish(self, shown: torch.LongTensor) -> None:
         """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS."""
@@ -110,23 +132,18 @@ class Response:
         for b, decoded in enumerate(self.prefix_length().tolist()):
             begin = int(self.prompt_lengths[b])
             decoded = min(decoded, int(self.stopped_at[b]))
-            if any(
-                isinstance(c, MaxTimeCriteria) and c(self.sequences[b : b + 1], None).any()
-                for c in self.stopping_criteria
-            ):
+            sequence = self.sequences[b : b + 1].to(self.device)
+            if any(isinstance(c, MaxTimeCriteria) and c(sequence, None).any() for c in self.stopping_criteria):
                 self.stopped_at[b] = decoded  # whether or not there is a new token
             for length in range(self.published[b] + 1, decoded + 1):
-                if (
-                    len(self.stopping_criteria)
-                    and self.stopping_criteria(self.sequences[b : b + 1, : begin + length], None).any()
-                ):
+                if len(self.stopping_criteria) and self.stopping_criteria(sequence[:, : begin + length], None).any():
                     self.stopped_at[b] = decoded = length
                     break
             if self.streamer is not None:
                 if decoded > self.published[b]:
-                    self.streamer.put(self.sequences[b, begin + self.published[b] : begin + decoded].cpu())
+                    self.streamer.put(self.sequences[b, begin + self.published[b] : begin + decoded].clone())
                 if hasattr(self.streamer, "put_draft") and decoded < min(int(shown[b]), int(self.stopped_at[b])):
-                    self.streamer.put_draft(self.sequences[b, begin + decoded : begin + int(shown[b])].cpu())
+                    self.streamer.put_draft(self.sequences[b, begin + decoded : begin + int(shown[b])].clone())
             self.published[b] = decoded
 
     def output(
@@ -137,29 +154,30 @@ class Response:
         generation_config: D2FGenerationConfig,
     ) -> torch.LongTensor | D2FGenerationOutput:
         """Prompts as they were given, responses cut at their end and padded."""
-        lengths = torch.minimum(self.end_of_text() + 1, self.stopped_at)  # [B]
-        is_response = torch.arange(self.max_new_tokens, device=lengths.device) < lengths[:, None]
+        lengths = self.lengths()  # [B]
+        is_response = torch.arange(self.max_new_tokens) < lengths[:, None]
         pad_token_id = generation_config._pad_token_tensor
         if pad_token_id is None:
             if (lengths != lengths[0]).any():
                 raise ValueError("`pad_token_id` must be set when rows of a batch end at different lengths.")
             pad_token_id = 0
-        responses = torch.where(is_response, self.tokens(), pad_token_id)[:, : int(lengths.max())]
-        sequences = torch.cat([input_ids, responses], dim=1)
+        responses = self.tokens().masked_fill(~is_response, int(pad_token_id))[:, : int(lengths.max())]
+        sequences = torch.cat([input_ids, responses.to(self.device)], dim=1)
         if not generation_config.return_dict_in_generate:
             return sequences
         return D2FGenerationOutput(
             sequences=sequences,
-            num_forward_passes=num_forward_passes,
-            tokens_per_forward=lengths / num_forward_passes,
+            num_forward_passes=num_forward_passes.to(self.device),
+            tokens_per_forward=(lengths / num_forward_passes).to(self.device),
             trace=trace,
             **{name: self._per_token(values, is_response) for name, values in self.kept.items()},
         )
 
-    @staticmethod
-    def _per_token(values: torch.FloatTensor | None, is_response: torch.BoolTensor) -> tuple[torch.FloatTensor, ...]:
+    def _per_token(
+        self, values: torch.FloatTensor | None, is_response: torch.BoolTensor
+    ) -> tuple[torch.FloatTensor, ...]:
         """`values` `(B, R, V)` as transformers has them: one tensor `(B, V)` per token, 0 behind the end of a row."""
         if values is None:
             return ()
         length = int(is_response.sum(-1).max())
-        return tuple(values.where(is_response[..., None], 0.0)[:, :length].unbind(1))
+        return tuple(values.where(is_response.to(self.device)[..., None], 0.0)[:, :length].unbind(1))

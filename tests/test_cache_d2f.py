@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from d2f_hf.modeling.cache_d2f import CHUNK, PADDING
 from transformers.cache_utils import Cache
 
 from d2f_hf import D2FCache
@@ -39,7 +40,7 @@ def test_a_block_in_flight_is_overwritten_and_what_is_not_fed_again_stays():
 
 def test_padding_is_written_where_nobody_reads():
     cache = D2FCache(num_layers=1, max_length=3)
-    cache.set_window(torch.tensor([[0, 1, cache.padding_slot]]), read_length=3)
+    cache.set_window(torch.tensor([[0, 1, PADDING]]), read_length=3)
     keys, _ = cache.update(states([[1, 2, 9]]), states([[1, 2, 9]]), 0)
     assert tokens(keys) == [[1, 2, 0]]
 
@@ -50,7 +51,7 @@ def test_layers_are_apart_and_share_the_window():
     cache.update(states([[5]]), states([[5]]), 0)
     keys, _ = cache.update(states([[7]]), states([[7]]), 1)
     assert tokens(keys) == [[0, 7]]
-    assert tokens(cache.layers[0].keys)[0][:2] == [0, 5]
+    assert cache.layers[0].keys[0, :3, 0, 0].tolist() == [0, 0, 5], "the first slot is for padding"
 
 
 def test_only_the_slots_up_to_the_longest_row_are_read():
@@ -61,14 +62,38 @@ def test_only_the_slots_up_to_the_longest_row_are_read():
     assert cache.get_mask_sizes(2, 0) == (2, 0)
 
 
-def test_memory_is_allocated_once():
-    cache = D2FCache(num_layers=1, max_length=4)
-    addresses = set()
-    for slot in range(4):
+def test_memory_is_taken_in_chunks_and_what_is_there_stays():
+    cache = D2FCache(num_layers=2)
+    shapes, expected = set(), []
+    for slot in range(2 * CHUNK + 1):
         cache.set_window(torch.tensor([[slot]]), read_length=slot + 1)
-        keys, _ = cache.update(states([[slot]]), states([[slot]]), 0)
-        addresses.add((keys.data_ptr(), cache.layers[0].keys.shape))
-    assert len(addresses) == 1
+        expected.append(slot + 1)
+        for layer in range(2):
+            keys, values = cache.update(states([[slot + 1]]), -states([[slot + 1]]), layer)
+        shapes.add(cache.layers[0].keys.shape[1])
+    assert shapes == {1 + CHUNK, 1 + 2 * CHUNK, 1 + 3 * CHUNK}
+    assert tokens(keys) == [expected] and values.equal(-keys)
+
+
+def test_no_more_memory_is_taken_than_the_longest_row_needs():
+    cache = D2FCache(num_layers=1, max_length=5)
+    cache.set_window(torch.tensor([[0, 1]]), read_length=2)
+    cache.update(states([[1, 2]]), states([[1, 2]]), 0)
+    assert cache.layers[0].keys.shape[1] == 1 + 5
+
+
+def test_rows_come_and_go():
+    cache = D2FCache(num_layers=1)
+    cache.set_window(torch.tensor([[0], [0], [0]]), read_length=1)
+    cache.update(states([[1], [2], [3]]), states([[1], [2], [3]]), 0)
+    cache.move_rows(torch.tensor([2]), torch.tensor([0]))  # the first row has ended
+    cache.set_window(torch.tensor([[1], [1]]), read_length=2)
+    keys, _ = cache.update(states([[4], [5]]), states([[4], [5]]), 0)
+    assert tokens(keys) == [[3, 4], [2, 5]]
+    cache.move_rows(torch.tensor([0, 0]), torch.tensor([2, 3]))  # two copies of a row, one in a new place
+    cache.set_window(torch.tensor([[2]] * 4), read_length=3)
+    keys, _ = cache.update(states([[6], [7], [8], [9]]), states([[6], [7], [8], [9]]), 0)
+    assert tokens(keys) == [[3, 4, 6], [2, 5, 7], [3, 4, 8], [3, 4, 9]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,12 +106,12 @@ def test_keys_and_values_keep_their_dtype_and_shape(dtype):
 
 
 def test_it_is_a_transformers_cache_with_the_usual_questions():
-    cache = D2FCache(num_layers=2, max_length=6)
+    cache = D2FCache(num_layers=2)
     assert isinstance(cache, Cache) and len(cache) == 2
     assert cache.get_seq_length() == 0
     cache.set_window(torch.tensor([[0, 1]]), read_length=2)
     cache.update(states([[1, 2]]), states([[1, 2]]), 0)
     assert cache.get_seq_length() == 2
-    assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == 7, "one slot is for padding"
+    assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == CHUNK, "all there is room for"
     cache.reset()
     assert not cache.layers[0].keys.any()

@@ -38,6 +38,6 @@ def test_accepted_tokens_are_those_of_the_reference(case):
 def test_no_block_is_opened_above_the_cap_on_blocks_in_flight():
     """Five blocks, the first final; block 3 is decoded but waits for block 2, so it counts as in flight."""
     ratio = torch.tensor([[1.0, 0.5, 1.0, 0.0, 0.0]])
-    opened, no_eos = torch.tensor([3]), torch.tensor([5])
+    opened, num_blocks, no_eos = torch.tensor([3]), torch.tensor([5]), torch.tensor([5])
     for cap, expected in ((1, 3), (2, 3), (3, 4), (None, 4)):
-        assert opened_blocks(opened, ratio, no_eos, 0.1, cap).tolist() == [expected]
+        assert opened_blocks(opened, ratio, num_blocks, no_eos, 0.1, cap).tolist() == [expected]

@@ -338,7 +338,7 @@ def test_a_d2f_cache_filled_at_different_paces_gives_the_uncached_logits(family,
         width = int((ends - starts).max())
         position = starts + torch.arange(width)
         is_fed = position < ends
-        kv_cache.set_window(torch.where(is_fed, position, kv_cache.padding_slot), int(ends.max()))
+        kv_cache.set_window(torch.where(is_fed, position, -1), int(ends.max()))
         slot = torch.arange(int(ends.max()))
         blocks = (
             prompt_lengths[:, None] + ((position - prompt_lengths[:, None]) // block_size + 1).clamp(0) * block_size

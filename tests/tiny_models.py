@@ -122,12 +122,18 @@ class ScriptedModel(D2FLLaDAForBlockDiffusion):
         batch_size, length = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(length).expand(batch_size, -1)
-        script = script.expand(batch_size, *script.shape[-2:])
-        position_ids = position_ids.clamp(max=script.shape[1] - 1)
-        logits = script[torch.arange(batch_size)[:, None], position_ids].clone()  # [B, L, V]
+        if script.dim() == 3:  # `_predict` knows the rows; here some may have left, and equal ones go together
+            script = script[0]
+        logits = script[position_ids.clamp(max=len(script) - 1)].expand(batch_size, -1, -1).clone()  # [B, L, V]
         output = super().forward(input_ids[:, :1])
         output.logits = logits[logits_to_keep]
         return output
+
+    def _predict(self, logits, row, index, response, *others):
+        script = self.script if isinstance(self.script, torch.Tensor) else self.script(len(self.calls) - 1)
+        if script.dim() == 3:
+            logits = script[row, (response.prompt_lengths[row] + index).clamp(max=script.shape[1] - 1)].clone()
+        return super()._predict(logits, row, index, response, *others)
 
 
 def sure_of(tokens: Sequence[int], unsure_until: dict[int, int] | None = None) -> Callable[[int], torch.Tensor]:
