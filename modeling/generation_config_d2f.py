@@ -1,5 +1,6 @@
 """What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,13 +8,22 @@ import torch
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import ModelOutput
 
+from .acceptance_rules import ACCEPTANCE_RULES
+
 DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
 BLOCK_CACHES = ("none", "prefix", "dual")
+_RULE_PARAMETERS = tuple(dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names))
 
 # Arguments that have no meaning in a decoding mode, with what the mode has in their place.
 _SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
+_D2F_STEPS = {
+    "acceptance_rule": "it accepts by a rule of its own",
+    **dict.fromkeys(_RULE_PARAMETERS, "it belongs to an `acceptance_rule`"),
+    "num_branches": "it decodes one block at a time",
+    "remask_threshold": "a token that it accepts stays",
+}
 WITHOUT_MEANING_IN = {
     "d2f": {
         "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
@@ -22,11 +32,12 @@ WITHOUT_MEANING_IN = {
         "guidance_scale": "guidance needs a second forward over a prompt that is masked",
         "block_cache": "keys and values of a decoded block never change, so all are kept",
     },
-    "vanilla": {"block_cache": "nothing is kept from one forward to the next"},
+    "vanilla": {"block_cache": "nothing is kept from one forward to the next", **_D2F_STEPS},
     "fast_dllm": {
         "unmask_schedule": "`confidence_threshold` decides what is accepted, or `steps` how much",
         "ranking_temperature": _SAMPLED_TOKENS,
         "guidance_scale": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
+        **_D2F_STEPS,
     },
 }
 
@@ -84,6 +95,31 @@ class D2FGenerationConfig(GenerationConfig):
         max_active_blocks (`int`, *optional*): At most so many blocks of a row that are not decoded are open at a
             time. No cap by default. Later blocks are invisible to earlier ones, so it changes when, not what, blocks
             predict.
+        acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"threshold"` (default), what
+            is above `confidence_threshold`, as in the paper; `"credit"`, the same where a token's probability is
+            raised by what it earned as the prediction of earlier steps (CreditDecoding); `"factor"`, the more at once,
+            the surer all must be (Fast-dLLM's factor rule); `"entropy_bound"`, the surest ones, as far as their
+            entropy allows (EB-Sampler). By each of them a fully activated block accepts at least one token.
+            `acceptance_rules.py` has definitions and sources.
+        semi_activated_threshold (`float`, *optional*): For `"threshold"` and `"credit"`: `confidence_threshold` of the
+            blocks that are not fully activated; the same one by default.
+        credit_decay, credit_strength (`float`, *optional*): For `"credit"`: the share of its credit that a token keeps
+            from step to step, beta (default 0.7), and how much the credit raises its probability, alpha (default
+            0.65; 0 not at all). The raised probability also decides which token a fully activated block must accept,
+            so `token_ranking` has no meaning.
+        confidence_factor (`float`, *optional*): For `"factor"`: f of `(n + 1) * (1 - confidence) < f`, which all n
+            accepted tokens of a block satisfy (default 1.0). Higher accepts more. It takes the place of
+            `confidence_threshold`.
+        entropy_bound (`float`, *optional*): For `"entropy_bound"`: gamma, the sum of the accepted tokens' entropies
+            that a block may reach, in nats; without the largest of them where it is fully activated (default 0.1).
+            Higher accepts more. It takes the place of `confidence_threshold` and `token_ranking`.
+        num_branches (`int`, *optional*): For `decoding="d2f"`: LoPA's look-ahead. Each forward reads that many
+            variants of the row, which costs as much as that many rows. All but the first try one more of the most
+            probable tokens each, and the one that leaves the model surest of the rest is kept. Without it, or with 1,
+            there is no look-ahead.
+        remask_threshold (`float`, *optional*): For `decoding="d2f"`: decoded tokens of blocks that are not final
+            become masks again when the model gives them a probability below it, each place at most once. Without it
+            tokens stay. Not together with `num_branches`.
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
@@ -116,6 +152,14 @@ class D2FGenerationConfig(GenerationConfig):
         "confidence_threshold": 0.9,
         "token_ranking": "probability",
         "max_active_blocks": None,
+        "acceptance_rule": None,
+        "semi_activated_threshold": None,
+        "credit_decay": None,
+        "credit_strength": None,
+        "confidence_factor": None,
+        "entropy_bound": None,
+        "num_branches": None,
+        "remask_threshold": None,
         "output_trace": False,
         "steps": None,
         "unmask_schedule": None,
@@ -131,6 +175,14 @@ class D2FGenerationConfig(GenerationConfig):
         self.confidence_threshold: float | None = kwargs.pop("confidence_threshold", None)
         self.token_ranking: str | None = kwargs.pop("token_ranking", None)
         self.max_active_blocks: int | None = kwargs.pop("max_active_blocks", None)
+        self.acceptance_rule: str | None = kwargs.pop("acceptance_rule", None)
+        self.semi_activated_threshold: float | None = kwargs.pop("semi_activated_threshold", None)
+        self.credit_decay: float | None = kwargs.pop("credit_decay", None)
+        self.credit_strength: float | None = kwargs.pop("credit_strength", None)
+        self.confidence_factor: float | None = kwargs.pop("confidence_factor", None)
+        self.entropy_bound: float | None = kwargs.pop("entropy_bound", None)
+        self.num_branches: int | None = kwargs.pop("num_branches", None)
+        self.remask_threshold: float | None = kwargs.pop("remask_threshold", None)
         self.output_trace: bool | None = kwargs.pop("output_trace", None)
         self.steps: int | None = kwargs.pop("steps", None)
         self.unmask_schedule: str | None = kwargs.pop("unmask_schedule", None)
@@ -147,11 +199,12 @@ class D2FGenerationConfig(GenerationConfig):
             ("token_ranking", TOKEN_RANKINGS),
             ("unmask_schedule", UNMASK_SCHEDULES),
             ("block_cache", BLOCK_CACHES),
+            ("acceptance_rule", tuple(ACCEPTANCE_RULES)),
         ):
             value = getattr(self, name)
             if value is not None and value not in values:
                 raise ValueError(f"`{name}` must be one of {values}, got {value!r}. Leave it out for the default.")
-        for name in ("block_size", "max_active_blocks", "steps"):
+        for name in ("block_size", "max_active_blocks", "steps", "num_branches"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(
@@ -163,6 +216,17 @@ class D2FGenerationConfig(GenerationConfig):
                 raise ValueError(
                     f"`{name}` must be a number in [0, 1], got {value!r}. It is a share of decoded tokens or a "
                     f"probability; the default is {self._DEFAULTS[name]}."
+                )
+        for name in ("semi_activated_threshold", "remask_threshold", "credit_decay"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0.0 <= value <= 1.0):
+                raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}. Leave it out for the default.")
+        for name in ("entropy_bound", "credit_strength", "confidence_factor"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0.0 <= value < math.inf):
+                raise ValueError(
+                    f"`{name}` must be a finite number of at least 0, got {value!r}. Leave it out for the default; "
+                    "higher accepts more."
                 )
         value = self.ranking_temperature
         if value is not None and not (_is_number(value) and value >= 0.0):
@@ -191,6 +255,13 @@ class D2FGenerationConfig(GenerationConfig):
                     f"`{name}` (got {value!r}) has no meaning with decoding={self.decoding!r}: {instead}. "
                     f"{' and '.join(f'decoding={mode!r}' for mode in others)} can take it."
                 )
+        if self.acceptance_rule is not None:
+            self._refuse_what_belongs_to_other_rules(self.acceptance_rule)
+        if self.num_branches not in (None, 1) and self.remask_threshold is not None:
+            raise ValueError(
+                f"`remask_threshold` (got {self.remask_threshold!r}) has no meaning with `num_branches` (got "
+                f"{self.num_branches}): branches are compared by what they have not decoded. Leave one of them out."
+            )
         if self.decoding == "d2f" and self.token_ranking == "random":
             raise ValueError(
                 "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
@@ -204,12 +275,36 @@ class D2FGenerationConfig(GenerationConfig):
                 "unmask_schedule='independent', which does not rank. Leave it out."
             )
 
+    def _refuse_what_belongs_to_other_rules(self, rule: str) -> None:
+        for name in parameters_of_other_rules(rule):
+            value = getattr(self, name)
+            if value is not None:
+                rules = " or ".join(f"acceptance_rule={other!r}" for other, p in ACCEPTANCE_RULES.items() if name in p)
+                raise ValueError(
+                    f"`{name}` (got {value!r}) has no meaning with acceptance_rule={rule!r}. Leave it out, or take "
+                    f"{rules}."
+                )
+        of_the_rule = {"entropy_bound": "neg_entropy", "credit": "probability"}.get(rule)
+        if of_the_rule is not None and self.token_ranking not in (None, "probability", of_the_rule):
+            raise ValueError(
+                f"`token_ranking` (got {self.token_ranking!r}) has no meaning with acceptance_rule={rule!r}, which "
+                "ranks by itself. Leave it out, or take acceptance_rule='threshold' or 'factor'."
+            )
+
+    def acceptance_options(self) -> dict[str, Any]:
+        """What `acceptance_rules.accept` has to know: the rule, `confidence_threshold` and the rule's parameters."""
+        rule = self.acceptance_rule or "threshold"
+        values = {name: getattr(self, name) for name in ("confidence_threshold", *ACCEPTANCE_RULES[rule])}
+        return {"acceptance_rule": rule, **{name: value for name, value in values.items() if value is not None}}
+
     def with_defaults(self) -> "D2FGenerationConfig":
         """This config with the paper's values where it says nothing."""
         for name, value in self._DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self.validate()
+        if self.decoding == "d2f":
+            self._refuse_what_belongs_to_other_rules(self.acceptance_rule or "threshold")
         return self
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -223,6 +318,11 @@ class D2FGenerationConfig(GenerationConfig):
         config.use_cache = None
         config._original_object_hash = hash(config)
         return config
+
+
+def parameters_of_other_rules(acceptance_rule: str | None) -> tuple[str, ...]:
+    """The parameters that have no meaning with this `acceptance_rule`; `None` is the default, `"threshold"`."""
+    return tuple(p for p in _RULE_PARAMETERS if p not in ACCEPTANCE_RULES.get(acceptance_rule or "threshold", ()))
 
 
 def _is_number(value: Any) -> bool:

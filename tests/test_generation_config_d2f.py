@@ -17,8 +17,21 @@ KNOBS = {
     "confidence_threshold": 0.3,
     "token_ranking": "margin",
     "max_active_blocks": 5,
+    "acceptance_rule": "threshold",
+    "semi_activated_threshold": 0.6,
+    "num_branches": 3,
     "output_trace": True,
 }
+CREDIT_KNOBS = {
+    "decoding": "d2f",
+    "acceptance_rule": "credit",
+    "semi_activated_threshold": 0.6,
+    "credit_decay": 0.5,
+    "credit_strength": 1.5,
+    "remask_threshold": 0.2,
+}
+FACTOR_KNOBS = {"decoding": "d2f", "acceptance_rule": "factor", "confidence_factor": 0.8, "token_ranking": "margin"}
+ENTROPY_KNOBS = {"decoding": "d2f", "acceptance_rule": "entropy_bound", "entropy_bound": 0.3}
 VANILLA_KNOBS = {
     "decoding": "vanilla",
     "block_size": 3,
@@ -35,7 +48,11 @@ FAST_DLLM_KNOBS = {
     "confidence_threshold": 0.3,
     "block_cache": "prefix",
 }
-MODES = pytest.mark.parametrize("knobs", [KNOBS, VANILLA_KNOBS, FAST_DLLM_KNOBS], ids=lambda knobs: knobs["decoding"])
+MODES = pytest.mark.parametrize(
+    "knobs",
+    [KNOBS, CREDIT_KNOBS, FACTOR_KNOBS, ENTROPY_KNOBS, VANILLA_KNOBS, FAST_DLLM_KNOBS],
+    ids=lambda knobs: knobs.get("acceptance_rule", knobs["decoding"]),
+)
 
 
 def test_generate_without_arguments_does_d2f_with_the_papers_values():
@@ -124,6 +141,21 @@ BAD_VALUES = [
     ("confidence_threshold", float("nan")),
     ("confidence_threshold", "0.9"),
     ("output_trace", "yes"),
+    ("acceptance_rule", "confidence"),
+    ("acceptance_rule", 0.9),
+    ("semi_activated_threshold", 1.1),
+    ("entropy_bound", -0.1),
+    ("entropy_bound", float("inf")),
+    ("entropy_bound", float("nan")),
+    ("confidence_factor", -1),
+    ("confidence_factor", "1"),
+    ("credit_decay", 1.5),
+    ("credit_strength", -0.1),
+    ("credit_strength", True),
+    ("num_branches", 0),
+    ("num_branches", 2.0),
+    ("remask_threshold", -0.1),
+    ("remask_threshold", "low"),
     ("block_cache", "both"),
     ("block_cache", True),
 ]
@@ -165,6 +197,22 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
         ({"token_ranking": "random"}, "`token_ranking`.*vanilla"),
         ({"decoding": "vanilla", "confidence_threshold": 0.5}, "`confidence_threshold`.*d2f"),
         ({"decoding": "vanilla", "max_active_blocks": 2}, "`max_active_blocks`.*d2f"),
+        ({"decoding": "vanilla", "acceptance_rule": "threshold"}, "`acceptance_rule`.*d2f"),
+        ({"decoding": "fast_dllm", "acceptance_rule": "factor"}, "`acceptance_rule`.*d2f"),
+        ({"decoding": "vanilla", "entropy_bound": 0.1}, "`entropy_bound`.*d2f"),
+        ({"decoding": "fast_dllm", "confidence_factor": 1.0}, "`confidence_factor`.*d2f"),
+        ({"decoding": "vanilla", "num_branches": 2}, "`num_branches`.*d2f"),
+        ({"decoding": "fast_dllm", "remask_threshold": 0.1}, "`remask_threshold`.*d2f"),
+        ({"entropy_bound": 0.1}, "`entropy_bound`.*acceptance_rule='threshold'.*acceptance_rule='entropy_bound'"),
+        ({"acceptance_rule": "factor", "credit_decay": 0.5}, "`credit_decay`.*acceptance_rule='credit'"),
+        ({"acceptance_rule": "credit", "confidence_factor": 0.5}, "`confidence_factor`.*acceptance_rule='factor'"),
+        (
+            {"acceptance_rule": "entropy_bound", "semi_activated_threshold": 0.5},
+            "`semi_activated_threshold`.*acceptance_rule='threshold' or acceptance_rule='credit'",
+        ),
+        ({"acceptance_rule": "entropy_bound", "token_ranking": "margin"}, "`token_ranking`.*ranks by itself"),
+        ({"acceptance_rule": "credit", "token_ranking": "neg_entropy"}, "`token_ranking`.*ranks by itself"),
+        ({"num_branches": 2, "remask_threshold": 0.1}, "`remask_threshold`.*`num_branches`"),
         (
             {"decoding": "vanilla", "unmask_schedule": "independent", "ranking_temperature": 1.0},
             "`ranking_temperature`",
@@ -191,3 +239,32 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
 def test_arguments_that_make_no_sense_are_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         tiny_model().generate(torch.tensor([[1, 2]]), **{"max_new_tokens": 4, **arguments})
+
+
+def test_acceptance_options_are_the_rule_the_threshold_and_the_parameters_of_the_rule():
+    def options(**arguments):
+        return D2FGenerationConfig(decoding="d2f", **arguments).with_defaults().acceptance_options()
+
+    threshold = {"confidence_threshold": 0.9}
+    assert options() == {"acceptance_rule": "threshold", **threshold}
+    assert options(semi_activated_threshold=0.95) == {**options(), "semi_activated_threshold": 0.95}
+    assert options(acceptance_rule="factor") == {"acceptance_rule": "factor", **threshold}
+    given = {"acceptance_rule": "credit", "confidence_threshold": 0.8, "credit_decay": 0.0, "credit_strength": 1.0}
+    assert options(**given, num_branches=2) == given
+
+
+def test_a_rule_that_is_not_chosen_does_not_stand_in_the_way_of_other_parameters():
+    """`None` comes from the model, so a config without a rule can hold the parameters of any."""
+    assert D2FGenerationConfig(entropy_bound=0.1).entropy_bound == 0.1
+    with pytest.raises(ValueError, match="`entropy_bound`"):
+        D2FGenerationConfig(decoding="d2f", entropy_bound=0.1).with_defaults()
+    assert D2FGenerationConfig(num_branches=1, remask_threshold=0.1).num_branches == 1
+
+
+def test_a_model_with_a_rule_of_its_own_can_decode_in_the_other_modes():
+    model = tiny_model()
+    model.generation_config.update(acceptance_rule="entropy_bound", entropy_bound=0.2, num_branches=2)
+    prompt = torch.tensor([[1, 2]])
+    for decoding in ("vanilla", "fast_dllm"):
+        output = model.generate(prompt, max_new_tokens=4, decoding=decoding)
+        assert output.equal(tiny_model().generate(prompt, max_new_tokens=4, decoding=decoding))
