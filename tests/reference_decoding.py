@@ -6,12 +6,15 @@ cache are exact (a finished block never sees a later one), so `committed` here o
 Departures from the reference code, all on purpose: `max_new_tokens` is exact, so the last block may be short; the mask
 token is never sampled; the row ends once everything up to its first EOS is decoded, and blocks behind that EOS are
 dropped as soon as it is decoded; an empty prompt is an error.
+
+`Rules` are not in the paper. Without them the decoding is Algorithm 2.
 """
 
 # L sequence, V vocabulary
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -27,11 +30,26 @@ class Block:
 
 
 @dataclass
+class Rules:
+    """What `modeling/acceptance_rules.py` adds to Algorithm 2, by the names of the generation config."""
+
+    acceptance_rule: str = "threshold"
+    semi_activated_threshold: float | None = None
+    entropy_bound: float = 0.1
+    confidence_factor: float = 1.0
+    credit_decay: float = 0.7
+    credit_strength: float = 0.65
+    num_branches: int = 1
+    remask_threshold: float = 0.0
+
+
+@dataclass
 class ReferenceResult:
     """The decoded row: `tokens` up to and including the first EOS, and one trace entry per forward.
 
     A trace entry is a dict of `window_start`, `window_length`, `committed_length` (positions that are in the cache
-    before this forward) and `accepted`, a list of (absolute position, token) in ascending order.
+    before this forward) and `accepted`, a list of (absolute position, token) in ascending order. With
+    `remask_threshold` there is also `masked_again`, a list of positions.
     """
 
     tokens: list[int]
@@ -53,6 +71,7 @@ def reference_decode(
     mask_token_id: int,
     eos_token_ids: int | Sequence[int],
     right_shift_logits: bool = False,
+    rules: Rules | None = None,
 ) -> ReferenceResult:
     r"""
     Decodes one row, greedily.
@@ -94,6 +113,9 @@ def reference_decode(
             Ids that end the response.
         right_shift_logits (`bool`):
             Whether the logits at position i predict token i + 1 (Dream) rather than token i (LLaDA).
+        rules (`Rules`, *optional*):
+            Another rule for step 5; look-ahead, where the forward of step 4 reads several variants of the row and one
+            of them goes on; and decoded tokens that become masks again in step 5.
 
     Returns:
         [`ReferenceResult`]
@@ -116,6 +138,10 @@ def reference_decode(
     blocks = [Block(0, prompt_length, state="finished", fully_activated=True)]
     first_eos: int | None = None
     trace: list[dict] = []
+    rules = rules or Rules()
+    credit_of: dict[int, tuple[int, float]] = {}  # of masked positions: the token predicted last, and its credit
+    predictions: dict[int, tuple[int, float]] = {}  # of positions: the token predicted last, and its probability
+    masked_again: set[int] = set()
 
     def decoded_ratio(block: Block) -> float:
         if block.start < prompt_length:
@@ -123,6 +149,14 @@ def reference_decode(
         masks_left = ids[block.start : block.end].count(mask_token_id)
         size = block.end - block.start
         return (size - masks_left) / size
+
+    def distribution(logits: torch.Tensor, position: int) -> torch.Tensor:
+        return logits[position - 1 if right_shift_logits else position].softmax(-1)  # [V]
+
+    def prediction(p: torch.Tensor) -> tuple[int, float]:
+        best = p.clone()
+        best[mask_token_id] = 0
+        return int(best.argmax()), float(best.max())
 
     while True:
         # 1. Add at most one block, and none once an EOS is decoded.
@@ -140,8 +174,7 @@ def reference_decode(
 
         # 2. Fully activate. The predecessor need not be fully activated itself.
         for predecessor, block in zip(blocks, blocks[1:], strict=False):
-            if decoded_ratio(predecessor) >= block_activation_threshold:
-                block.fully_activated = True
+            block.fully_activated = decoded_ratio(predecessor) >= block_activation_threshold
 
         # 3. The window: finished blocks, read once more to be committed, then active ones.
         committed_length = sum(block.end - block.start for block in blocks if block.state == "committed")
@@ -152,34 +185,76 @@ def reference_decode(
             "accepted": [],
         }
 
-        # 4. Forward.
-        logits = logits_fn(ids, prompt_length, block_size).float()  # [L, V]
+        # 4. Forward. Of several variants, which try one more token each, the surest of the others goes on.
+        active_positions = [p for block in blocks if block.state == "active" for p in range(block.start, block.end)]
+        candidates = [p for p in active_positions if ids[p] == mask_token_id and p in predictions]
+        candidates.sort(key=lambda position: -predictions[position][1])
+        highest = -inf
+        for tried in [None, *candidates[: rules.num_branches - 1]]:
+            variant = list(ids)
+            if tried is not None:
+                variant[tried] = predictions[tried][0]
+            variant_logits = logits_fn(variant, prompt_length, block_size).float()  # [L, V]
+            rest = [
+                prediction(distribution(variant_logits, p))[1] for p in active_positions if variant[p] == mask_token_id
+            ]
+            confidence = sum(rest) / len(rest) if rest else 1.0
+            if confidence > highest:
+                highest, winner, logits, chosen_branch = confidence, variant, variant_logits, tried
+        ids = winner
+        if chosen_branch is not None:
+            step["accepted"].append((chosen_branch, ids[chosen_branch]))
         for block in blocks:
             if block.state == "finished":
                 block.state = "committed"
 
-        # 5. Accept.
+        # 5. Accept. What becomes a mask again was not one in this forward, so it is not predicted in it.
+        to_mask_again = [
+            position
+            for position in active_positions
+            if ids[position] != mask_token_id
+            and position not in masked_again
+            and (first_eos is None or position < first_eos)
+            and float(distribution(logits, position)[ids[position]]) < rules.remask_threshold
+        ]
+        predictions, credit_before, credit_of = {}, credit_of, {}
         for block in blocks:
             masked = [position for position in range(block.start, block.end) if ids[position] == mask_token_id]
             if block.state != "active" or not masked:
                 continue
             tokens, probabilities, confidences = [], [], []
             for position in masked:
-                row = position - 1 if right_shift_logits else position
-                p = logits[row].softmax(-1)  # [V]
-                best = p.clone()
-                best[mask_token_id] = 0
-                tokens.append(int(best.argmax()))
-                probabilities.append(float(best.max()))
-                confidences.append(
-                    float(best.max()) if token_ranking == "probability" else _confidence(p, token_ranking)
-                )
-            chosen = [i for i in range(len(masked)) if probabilities[i] > confidence_threshold]
-            if not chosen and block.fully_activated:
-                chosen = [confidences.index(max(confidences))]
+                p = distribution(logits, position)
+                token, probability = predictions[position] = prediction(p)
+                if rules.acceptance_rule == "entropy_bound":
+                    confidence = _confidence(p, "neg_entropy")
+                elif rules.acceptance_rule == "credit":
+                    token_before, credit = credit_before.get(position, (token, 0.0))
+                    credit = rules.credit_decay * credit * (token == token_before) + probability**0.2
+                    credit_of[position] = token, credit
+                    p[token] *= (1 + credit) ** rules.credit_strength
+                    confidence = probability = float(p[token] / p.sum())
+                else:
+                    confidence = probability if token_ranking == "probability" else _confidence(p, token_ranking)
+                tokens.append(token)
+                probabilities.append(probability)
+                confidences.append(confidence)
+            chosen = accepted_by_rule(
+                probabilities,
+                confidences,
+                block.fully_activated,
+                confidence_threshold=confidence_threshold,
+                rules=rules,
+            )
             for i in chosen:
                 ids[masked[i]] = tokens[i]
                 step["accepted"].append((masked[i], tokens[i]))
+        if rules.remask_threshold:
+            step["masked_again"] = to_mask_again
+        for position in to_mask_again:
+            ids[position] = mask_token_id
+            masked_again.add(position)
+        step["accepted"].sort()
         trace.append(step)
 
         # 6. Drop the blocks behind the one that holds the first EOS.
@@ -201,6 +276,38 @@ def reference_decode(
         response = ids[prompt_length:end]
         if len(response) == end - prompt_length and mask_token_id not in response:
             return ReferenceResult(response, len(trace), trace)
+
+
+def accepted_by_rule(
+    probabilities: list[float],
+    confidences: list[float],
+    fully_activated: bool,
+    *,
+    confidence_threshold: float,
+    rules: Rules,
+) -> list[int]:
+    """Which of a block's masked tokens are accepted, from their probabilities and what ranks them."""
+    chosen = []
+    if rules.acceptance_rule == "entropy_bound":
+        total = 0.0
+        for i in sorted(range(len(confidences)), key=lambda i: -confidences[i]):
+            entropy = max(0.0, -confidences[i])
+            if total + (0.0 if fully_activated else entropy) > rules.entropy_bound:
+                break
+            total += entropy
+            chosen.append(i)
+    elif rules.acceptance_rule == "factor":
+        for i in sorted(range(len(probabilities)), key=lambda i: -probabilities[i]):
+            if (len(chosen) + 2) * (1 - probabilities[i]) >= rules.confidence_factor:
+                break
+            chosen.append(i)
+    else:
+        if not fully_activated and rules.semi_activated_threshold is not None:
+            confidence_threshold = rules.semi_activated_threshold
+        chosen = [i for i in range(len(probabilities)) if probabilities[i] > confidence_threshold]
+    if not chosen and fully_activated:
+        chosen = [confidences.index(max(confidences))]
+    return chosen
 
 
 def _confidence(p: torch.Tensor, token_ranking: str) -> float:
