@@ -73,7 +73,7 @@ class Credit(NamedTuple):
 
 def accept(
     is_masked: torch.BoolTensor,
-    tokens: torch.LongTensor,
+    tokens: torch.LongTensor | None,
     probability: torch.FloatTensor,
     ranking: torch.FloatTensor,
     is_fully_activated: torch.BoolTensor,
@@ -90,7 +90,7 @@ def accept(
 
     Args:
         is_masked (`torch.BoolTensor` of shape `(B, N, K)`): Tokens that have a prediction.
-        tokens (`torch.LongTensor` of shape `(B, N, K)`): The predicted tokens; for `"credit"`.
+        tokens (`torch.LongTensor` of shape `(B, N, K)`, *optional*): The predicted tokens; for `"credit"`.
         probability (`torch.FloatTensor` of shape `(B, N, K)`): Their probabilities.
         ranking (`torch.FloatTensor` of shape `(B, N, K)`): What orders the tokens of a block if none is confident. For
             `"entropy_bound"` the negative entropy.

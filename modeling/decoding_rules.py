@@ -40,8 +40,8 @@ def decoded_ratio(is_masked: torch.BoolTensor, block_size: int, limits: torch.Lo
 
 def first_index(condition: torch.BoolTensor) -> torch.LongTensor:
     """The index of the first `True` of each row of `(B, R)`, R where there is none."""
-    first = condition.byte().argmax(-1)
-    return torch.where(condition.any(-1), first, condition.shape[1])
+    length = condition.shape[1]
+    return torch.where(condition, torch.arange(length, device=condition.device), length).amin(-1)
 
 
 def opened_blocks(
@@ -126,12 +126,11 @@ def choose_tokens(
     `never` is a token that is not chosen. What the model gives to it counts in the probabilities of the others, as in
     the reference. Its column of `scores` is -inf afterwards.
     """
-    log_normalizer = scores.logsumexp(-1, keepdim=True)
+    probabilities = scores.softmax(-1)
     if token_ranking == "neg_entropy":
-        probabilities = (scores - log_normalizer).exp()
         ranking = (probabilities * (probabilities + 1e-10).log()).sum(-1)
     elif token_ranking == "margin":
-        top_two = (scores.topk(2, dim=-1).values - log_normalizer).exp()
+        top_two = probabilities.topk(2, dim=-1).values
         ranking = top_two[:, 0] - top_two[:, 1]
     elif token_ranking == "random":
         ranking = torch.rand(len(scores), generator=generator, device=scores.device)
@@ -139,13 +138,11 @@ def choose_tokens(
         scores[:, never] = -torch.inf
     if do_sample:
         # What `torch.multinomial` does, without its check for NaN, which would hide where the NaN comes from.
-        probabilities = (scores - log_normalizer).exp()
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
-        tokens = (probabilities / noise).argmax(-1, keepdim=True)
-        best = scores.gather(-1, tokens)
+        tokens = (probabilities / noise).masked_fill_(scores == -torch.inf, -1.0).argmax(-1, keepdim=True)
     else:
-        best, tokens = scores.max(-1, keepdim=True)
-    probability = (best - log_normalizer).exp().squeeze(-1)
+        tokens = scores.max(-1, keepdim=True).indices
+    probability = probabilities.gather(-1, tokens).squeeze(-1)
     return tokens.squeeze(-1), probability, probability if token_ranking == "probability" else ranking
 
 

@@ -23,7 +23,12 @@ from transformers.utils import logging
 
 from .cache_d2f import D2FCache
 from .decoding_rules import choose_tokens, fast_dllm_accepted_tokens, spread, vanilla_accepted_tokens
-from .generation_config_d2f import WITHOUT_MEANING_IN, D2FGenerationConfig, D2FGenerationOutput
+from .generation_config_d2f import (
+    WITHOUT_MEANING_IN,
+    D2FGenerationConfig,
+    D2FGenerationOutput,
+    parameters_of_other_rules,
+)
 from .logits_process_d2f import depends_on_neighbours, process_logits
 from .pipelined_decoding import PipelinedDecoder
 from .response_d2f import Response
@@ -77,6 +82,7 @@ class D2FGenerationMixin(GenerationMixin):
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
         # What the model's own generation config says for another mode is no argument of this call.
         ignored = list(WITHOUT_MEANING_IN.get(config.decoding or "d2f", ()))
+        ignored += parameters_of_other_rules(config.acceptance_rule)
         threshold = kwargs.get("confidence_threshold")
         of_this_mode = self.generation_config.decoding == config.decoding
         if config.decoding == "fast_dllm" and (threshold is not None or not of_this_mode):
@@ -84,7 +90,9 @@ class D2FGenerationMixin(GenerationMixin):
         for name in ignored:
             if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
                 setattr(config, name, None)
-        config = self.generation_config_class.from_dict(config.to_dict()).with_defaults()
+        if not isinstance(config, self.generation_config_class):
+            config = self.generation_config_class.from_dict(config.to_dict())
+        config.with_defaults()
         # As keywords only: in a config they may be the values of D2F, which it has by default.
         refused = () if config.decoding == "d2f" else D2F_ONLY
         if config.decoding == "vanilla":
@@ -484,20 +492,19 @@ class D2FGenerationMixin(GenerationMixin):
         Raises:
             ValueError: for logits that leave no choice.
         """
-        num_rows = max(1, SCORES_AT_A_TIME // logits.shape[1])
-        parts = [
-            self._choose(*part, response, logits_processor, generation_config, generator)
-            for part in zip(logits.split(num_rows), row.split(num_rows), index.split(num_rows), strict=True)
-        ]
-        scores, *chosen = parts[0] if len(parts) == 1 else zip(*parts, strict=True)
-        if len(parts) > 1:
-            scores = torch.cat(scores) if "scores" in response.kept else None
-            chosen = [torch.cat(values) for values in chosen]
-        tokens, probability, ranking = chosen
+        arguments = (response, logits_processor, generation_config, generator)
+        if logits.numel() <= SCORES_AT_A_TIME:
+            scores, tokens, probability, ranking = self._choose(logits, row, index, *arguments)
+        else:
+            num_rows = max(1, SCORES_AT_A_TIME // logits.shape[1])
+            parts = zip(logits.split(num_rows), row.split(num_rows), index.split(num_rows), strict=True)
+            parts = [self._choose(*part, *arguments) for part in parts]
+            tokens, probability, ranking = (torch.cat([part[i] for part in parts]) for i in (1, 2, 3))
+            scores = torch.cat([part[0] for part in parts]) if "scores" in response.kept else None
         if logits.device.type != "cpu":  # in one transfer; float32 holds every token id
             tokens, probability, ranking = torch.stack([tokens.float(), probability, ranking]).cpu()
             tokens = tokens.long()
-        if not probability.isfinite().all():
+        if not math.isfinite(probability.sum().item()):
             raise ValueError(NOT_FINITE)
         return scores, tokens, probability, ranking
 
@@ -510,7 +517,7 @@ class D2FGenerationMixin(GenerationMixin):
         logits_processor: LogitsProcessorList,
         generation_config: D2FGenerationConfig,
         generator: torch.Generator | None,
-    ) -> tuple[torch.FloatTensor, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
+    ) -> tuple[torch.FloatTensor | None, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
         """The same, of a few tokens."""
         scores = logits.float()
         if scores is logits and "logits" in response.kept:
@@ -526,11 +533,11 @@ class D2FGenerationMixin(GenerationMixin):
         tokens, probability, ranking = choose_tokens(
             scores,
             generation_config.do_sample,
-            generation_config.token_ranking,
+            "neg_entropy" if generation_config.acceptance_rule == "entropy_bound" else generation_config.token_ranking,
             never=response.mask_token_id,  # "not decoded yet" is not something to decode
             generator=generator,
         )
-        return scores, tokens, probability, ranking
+        return scores if "scores" in response.kept else None, tokens, probability, ranking
 
 
 def _refuse_dependence_on_neighbours(

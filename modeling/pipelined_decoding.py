@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers.generation import LogitsProcessorList
 
+from .acceptance_rules import Credit, accept
 from .block_causal import visible_length
 from .cache_d2f import PADDING, D2FCache
 from .decoding_rules import (
-    accepted_tokens,
     as_blocks,
     decoded_ratio,
     final_blocks,
@@ -71,30 +71,44 @@ class PipelinedDecoder:
             self.block_size = generation_config.block_size
         self.look_back = int(model.config.right_shift_logits)  # the token before the window predicts its first one
         self.must_wait = any(depends_on_neighbours(processor) for processor in logits_processor)
+        self.acceptance_options = generation_config.acceptance_options()
+        self.credit: Credit | None = None  # of acceptance_rule="credit", `(A, N, K)`
         self.cache = D2FCache(model.config.num_hidden_layers, response.sequences.shape[1])
-        self.live = torch.zeros(0, dtype=torch.long)
-        self.copies = self.live.clone()  # rows that a live row stands for until its first forward, itself included
-        self.opened = self.live.clone()  # blocks
-        self.committed = self.live.clone()  # tokens whose keys and values are in the cache for good
         self.num_forward_passes = torch.zeros_like(response.prompt_lengths)
         self.trace: list[list[dict]] | None = None
         if generation_config.output_trace:
             self.trace = [[] for _ in response.prompt_lengths]
+        # Of the live rows, `(A,)` each:
+        self.live = torch.zeros(0, dtype=torch.long)
+        self.prompt_lengths, self.limits, self.opened, self.committed, self.copies = (self.live,) * 5
+        # `opened`: blocks; `committed`: tokens whose keys and values are in the cache for good; `copies`: rows that
+        # this one stands for until its first forward, itself included.
 
     def add_rows(self, rows: torch.LongTensor) -> None:
         """Lets `rows` of the response, whose prompts are there, take part from the next step on."""
         response = self.response
         prompts = response.sequences[rows]
         # In the first forward rows with the same prompt see the same, so one of them is enough.
-        is_new = torch.ones_like(rows, dtype=torch.bool)
-        is_new[1:] = (prompts[1:] != prompts[:-1]).any(-1) | (response.limits[rows[1:]] != response.limits[rows[:-1]])
-        first = is_new.nonzero().flatten()
-        new = torch.zeros_like(first)
-        self.live = torch.cat([self.live, rows[first]])
-        self.copies = torch.cat([self.copies, torch.diff(first, append=torch.tensor([len(rows)]))])
-        self.opened = torch.cat([self.opened, new])
-        self.committed = torch.cat([self.committed, new])
+        is_first = torch.ones_like(rows, dtype=torch.bool)
+        is_first[1:] = (prompts[1:] != prompts[:-1]).any(-1) | (
+            response.limits[rows[1:]] != response.limits[rows[:-1]]
+        )
+        first = is_first.nonzero().flatten()
+        copies = torch.diff(first, append=torch.tensor([len(rows)]))
+        self._select(torch.arange(len(self.live)), rows[first], copies)
         self.num_forward_passes[rows] = 0
+        self._look()
+
+    def _select(self, places: torch.LongTensor, rows: torch.LongTensor, copies: torch.LongTensor) -> None:
+        """Keeps the live rows at `places`, in that order, and adds `rows` of the response behind them."""
+        new = torch.zeros_like(rows)
+        if self.credit is not None:
+            self.credit = self.credit.select(places, len(rows))
+        self.live = torch.cat([self.live[places], rows])
+        self.opened = torch.cat([self.opened[places], new])
+        self.committed = torch.cat([self.committed[places], new])
+        self.copies = torch.cat([self.copies[places], copies])
+        self.prompt_lengths, self.limits = self.response.prompt_lengths[self.live], self.response.limits[self.live]
 
     def step(self) -> None:
         """One forward for all live rows, and what follows from it.
@@ -108,100 +122,98 @@ class PipelinedDecoder:
         5. Rows that are finished leave.
         """
         response, config, block_size = self.response, self.generation_config, self.block_size
-        prompt_lengths, limits = response.prompt_lengths[self.live], response.limits[self.live]
 
         # 1. Which blocks there are.
-        length = min((int(self.opened.max()) + 1) * block_size, response.max_new_tokens)  # of all that can be open
-        is_masked, end_of_text = self._look(length)  # [A, R'], [A]
-        ratio = decoded_ratio(is_masked, block_size, limits)  # [A, N]
-        num_blocks = (limits + (block_size - 1)) // block_size
+        is_masked, end_of_text = self.is_masked, self.end_of_text  # [A, R'], [A]
+        ratio = decoded_ratio(is_masked, block_size, self.limits)  # [A, N]
+        num_blocks = (self.limits + (block_size - 1)) // block_size
         # Without an EOS that is the limit, which lies inside the last block if that one is short.
-        eos_block = torch.where(end_of_text < limits, end_of_text // block_size, num_blocks)
-        opened = opened_blocks(
+        eos_block = torch.where(end_of_text < self.limits, end_of_text // block_size, num_blocks)
+        self.opened = opened_blocks(
             self.opened, ratio, num_blocks, eos_block, config.block_add_threshold, config.max_active_blocks
         )
         is_fully_activated = fully_activated(ratio, config.block_activation_threshold)
-        opened_length = torch.minimum(opened * block_size, limits)  # in tokens of the response
+        opened_length = torch.minimum(self.opened * block_size, self.limits)  # in tokens of the response
 
         # 2. The window.
-        end = prompt_lengths + opened_length
-        start = (self.committed - self.look_back).clamp(min=0)
-        offset = torch.arange(int((end - start).max()))
-        position = start[:, None] + offset  # [A, W]
-        is_fed = position < end[:, None]
-        position = position.where(is_fed, 0)
-        has_prediction = is_masked & (torch.arange(length) < opened_length[:, None])  # [A, R']
+        fed_from, end = self.committed, self.prompt_lengths + opened_length
+        has_prediction = is_masked & (torch.arange(is_masked.shape[1]) < opened_length[:, None])  # [A, R']
         row, index = has_prediction.nonzero(as_tuple=True)  # of the live rows, and in the response
-        column = prompt_lengths[row] + index - start[row] - self.look_back  # in the window
 
         # 3. Forward.
-        logits = self._forward(position, is_fed, prompt_lengths, end, row, column)  # [M, V]
-        fed_from = self.committed
-        self.opened = opened
+        logits = self._forward(fed_from, end, row, index)  # [M, V]
         if self.use_cache:
-            final = torch.minimum(final_blocks(ratio, opened) * block_size, limits)
-            self.committed = prompt_lengths + final
-        if (self.copies > 1).any():
+            final = torch.minimum(final_blocks(ratio, self.opened) * block_size, self.limits)
+            self.committed = self.prompt_lengths + final
+        if len(self.live) < int(self.copies.sum()):
             source, logits, row, index = self._take_copies_apart(row, index, logits)
-            is_masked, has_prediction, is_fully_activated, start, end, fed_from = (
-                values[source] for values in (is_masked, has_prediction, is_fully_activated, start, end, fed_from)
+            is_masked, has_prediction, is_fully_activated, fed_from, end = (
+                values[source] for values in (is_masked, has_prediction, is_fully_activated, fed_from, end)
             )
-        response_row = self.live[row]
-        self.num_forward_passes[self.live] += 1
+        self.num_forward_passes.index_add_(0, self.live, torch.ones_like(self.live))
 
         # 4. Accept.
+        response_row = self.live[row]
         scores, tokens, probability, ranking = self.model._predict(
             logits, response_row, index, response, self.logits_processor, config, self.generator
         )
         if self.must_wait:  # for the tokens before them
-            has_prediction &= torch.arange(length) == first_index(is_masked)[:, None]
-        shape = has_prediction.shape
-        probability_of_blocks = as_blocks(spread(probability, row, index, shape), block_size)  # [A, N, K]
+            has_prediction &= torch.arange(is_masked.shape[1]) == first_index(is_masked)[:, None]
+        probability_of_blocks = as_blocks(spread(probability, row, index, is_masked.shape), block_size)  # [A, N, K]
         ranking_of_blocks = probability_of_blocks
         if ranking is not probability:
-            ranking_of_blocks = as_blocks(spread(ranking, row, index, shape), block_size)
-        accepted = accepted_tokens(
+            ranking_of_blocks = as_blocks(spread(ranking, row, index, is_masked.shape), block_size)
+        tokens_of_blocks = None
+        if config.acceptance_rule == "credit":
+            tokens_of_blocks = as_blocks(spread(tokens, row, index, is_masked.shape), block_size)
+        accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
+            tokens_of_blocks,
             probability_of_blocks,
             ranking_of_blocks,
             is_fully_activated,
-            config.confidence_threshold,
-        ).flatten(1)[row, index]
+            credit=self.credit,
+            **self.acceptance_options,
+        )
+        accepted = accepted.flatten(1)[row, index]
         if self.trace is not None:
             self._record(fed_from, end, row, index, tokens, accepted)
         response.accept(accepted, response_row, index, tokens, scores=scores, logits=logits)
-        shown = torch.zeros_like(response.prompt_lengths)
-        shown[self.live] = torch.minimum(self.opened * block_size, response.limits[self.live])
-        response.publish(shown)
+        if response.has_listeners:
+            shown = torch.zeros_like(response.limits).index_copy_(0, self.live, end - self.prompt_lengths)
+            response.publish(shown)
 
         # 5. Who is left.
+        self._look()
         self._drop_finished_rows()
 
-    def _look(self, length: int) -> tuple[torch.BoolTensor, torch.LongTensor]:
-        """Which of the first `length` response tokens of the live rows are masked, `(A, R')`, and where their text
-        ends: `(A,)`, index of the first EOS, the limit without one."""
-        tokens = self.response.tokens(self.live, length)
-        limits = self.response.limits[self.live]
-        end_of_text = first_index(self.response.ends_text(tokens))
-        end_of_text = torch.where(end_of_text < length, end_of_text, limits)
-        is_masked = (tokens == self.response.mask_token_id) & (torch.arange(length) < limits[:, None])
-        return is_masked, end_of_text
+    def _look(self) -> None:
+        """Sees which response tokens of the live rows are masked, `(A, R')`, and where their text ends: `(A,)`, index
+        of the first EOS, the limit without one. It looks as far as blocks can be open in the next step."""
+        if len(self.live) == 0:
+            return
+        response = self.response
+        length = min((int(self.opened.max()) + 1) * self.block_size, response.max_new_tokens)
+        tokens = response.tokens(self.live, length)
+        place = torch.arange(length)
+        self.end_of_text = torch.where(response.ends_text(tokens), place, self.limits[:, None]).amin(-1)
+        self.is_masked = tokens == response.mask_token_id
 
     def _forward(
-        self,
-        position: torch.LongTensor,
-        is_fed: torch.BoolTensor,
-        prompt_lengths: torch.LongTensor,
-        end: torch.LongTensor,
-        row: torch.LongTensor,
-        column: torch.LongTensor,
+        self, fed_from: torch.LongTensor, end: torch.LongTensor, row: torch.LongTensor, index: torch.LongTensor
     ) -> torch.Tensor:
-        """Logits `(M, V)` of the window: `position` `(A, W)` of its tokens, `(row, column)` `(M,)` what is wanted."""
-        num_slots = int(end.max())
-        visible = torch.minimum(visible_length(position, prompt_lengths, self.block_size), end[:, None])  # [A, W]
+        """Feeds the live rows from `fed_from` to `end`, positions `(A,)`: logits `(M, V)` of the response tokens
+        `(row, index)`, `(M,)` each."""
+        start = (fed_from - self.look_back).clamp(min=0) if self.look_back else fed_from
+        width, num_slots = int((end - start).max()), int(end.max())
+        position = start[:, None] + torch.arange(width)  # [A, W]
+        is_fed = position < end[:, None]
+        position = position.where(is_fed, 0)
+        visible = torch.minimum(visible_length(position, self.prompt_lengths, self.block_size), end[:, None])  # [A, W]
         allowed = torch.arange(num_slots) < visible[..., None]  # [A, W, S]
+        column = (self.prompt_lengths - start)[row] + (index - self.look_back)  # in the window
         device = self.response.device
-        self.cache.set_window(torch.where(is_fed, position, PADDING).to(device), num_slots)
+        self.cache.set_window(position.where(is_fed, PADDING).to(device), num_slots)
         return self.model(
             input_ids=self.response.sequences[self.live[:, None], position].to(device),
             attention_mask=allowed[:, None].to(device),
@@ -213,26 +225,25 @@ class PipelinedDecoder:
     def _take_copies_apart(
         self, row: torch.LongTensor, index: torch.LongTensor, logits: torch.Tensor
     ) -> tuple[torch.LongTensor, torch.Tensor, torch.LongTensor, torch.LongTensor]:
-        """Makes the rows that went through their first forward as one into rows of their own.
+        """Makes rows of their own of those that went through their first forward as one.
+
+        The first of them stay where they are, and the others follow behind all.
 
         Returns:
             For each row which one it was `(A,)`; and logits, row and index of all their masked tokens.
         """
-        num_rows = len(self.live)
-        source = torch.repeat_interleave(torch.arange(num_rows), self.copies)
-        # The first of them stay where they are, and the others follow behind all.
-        is_first = torch.ones_like(source, dtype=torch.bool)
-        is_first[1:] = source[1:] != source[:-1]
-        place_among_copies = torch.arange(len(source)) - is_first.nonzero().flatten()[source]
-        order = torch.cat([is_first.nonzero().flatten(), (~is_first).nonzero().flatten()])
-        source, place_among_copies = source[order], place_among_copies[order]
-        self.cache.move_rows(source[num_rows:], torch.arange(num_rows, len(source)))
-        self.live = self.live[source] + place_among_copies
-        self.opened, self.committed = self.opened[source], self.committed[source]
-        self.copies = torch.ones_like(self.live)
-        own = [(row == old).nonzero().flatten() for old in source.tolist()]
-        taken = torch.cat(own)
+        num_rows, others = len(self.live), self.copies - 1
+        old = torch.arange(num_rows)
+        source = torch.repeat_interleave(old, others)  # of the new rows
+        which = torch.arange(len(source)) - (others.cumsum(0) - others)[source] + 1  # of the copies of one row
+        self.cache.move_rows(source, torch.arange(num_rows, num_rows + len(source)))
+        self.copies = torch.ones_like(self.copies)
+        rows, source = self.live[source] + which, torch.cat([old, source])
+        self._select(source, rows[:0], rows[:0])
+        self.live[num_rows:] = rows
+        own = [(row == a).nonzero().flatten() for a in source.tolist()]
         row = torch.repeat_interleave(torch.arange(len(source)), torch.tensor([len(tokens) for tokens in own]))
+        taken = torch.cat(own)
         return source, logits[taken.to(logits.device)], row, index[taken]
 
     def _drop_finished_rows(self) -> None:
@@ -240,9 +251,8 @@ class PipelinedDecoder:
 
         The last ones take their places, so that the cache's rows stay together.
         """
-        length = min(int(self.opened.max()) * self.block_size, self.response.max_new_tokens)
-        is_masked, end_of_text = self._look(length)
-        is_live = first_index(is_masked) < torch.minimum(end_of_text, self.response.stopped_at[self.live])
+        end = torch.minimum(self.end_of_text, self.response.stopped_at[self.live])
+        is_live = first_index(self.is_masked) < end
         num_live = int(is_live.sum())
         if num_live == len(self.live):
             return
@@ -252,8 +262,8 @@ class PipelinedDecoder:
         places[targets] = sources
         if len(sources):
             self.cache.move_rows(sources, targets)
-        self.live, self.copies = self.live[places], self.copies[places]
-        self.opened, self.committed = self.opened[places], self.committed[places]
+        self._select(places, sources[:0], sources[:0])
+        self.is_masked, self.end_of_text = self.is_masked[places], self.end_of_text[places]
 
     def _record(
         self,
@@ -265,7 +275,7 @@ class PipelinedDecoder:
         accepted: torch.BoolTensor,
     ) -> None:
         """Appends this forward to the trace of each live row."""
-        position = self.response.prompt_lengths[self.live[row]] + index
+        position = self.prompt_lengths[row] + index
         for a, b in enumerate(self.live.tolist()):
             chosen = (row == a) & accepted
             self.trace[b].append(

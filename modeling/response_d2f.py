@@ -14,6 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 from .decoding_rules import first_index
 from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
 
+NO_TOKEN = -1  # behind the limit of a row
+
 
 class Response:
     """The tokens of a batch while it is decoded, and what has been said about them to streamers and stopping criteria.
@@ -62,8 +64,9 @@ class Response:
     def replace_rows(self, rows: torch.LongTensor, prompts: list[torch.LongTensor], limits: torch.LongTensor) -> None:
         """Puts new prompts, `(L,)` each and at most P long, and their limits in the place of ended `rows`."""
         for row, prompt, limit in zip(rows.tolist(), prompts, limits.tolist(), strict=True):
-            self.sequences[row] = self.mask_token_id
+            self.sequences[row] = NO_TOKEN
             self.sequences[row, : len(prompt)] = prompt
+            self.sequences[row, len(prompt) : len(prompt) + limit] = self.mask_token_id
             self.prompt_lengths[row] = len(prompt)
             self.limits[row] = self.stopped_at[row] = limit
             self.published[row] = 0
@@ -82,6 +85,8 @@ class Response:
 
     def ends_text(self, tokens: torch.LongTensor) -> torch.BoolTensor:
         """Which of `tokens`, of any shape, are EOS."""
+        if len(self.eos_token_ids) == 1:
+            return tokens == self.eos_token_ids[0]
         is_eos = torch.zeros_like(tokens, dtype=torch.bool)
         for token_id in self.eos_token_ids:
             is_eos |= tokens == token_id
@@ -116,17 +121,23 @@ class Response:
 
         Their `scores` and `logits`, `values` of shape `(M, V)`, are kept as far as they are asked for.
         """
-        row, index = row[accepted], index[accepted]
-        self.sequences[row, self.prompt_lengths[row] + index] = tokens[accepted]
+        chosen = accepted.nonzero().squeeze(1)
+        row, index = row[chosen], index[chosen]
+        self.sequences[row, self.prompt_lengths[row] + index] = tokens[chosen]
         for name in self.kept:
-            own = values[name][accepted.to(self.device)].float()
+            own = values[name][chosen.to(self.device)].float()
             if self.kept[name] is None:
                 self.kept[name] = own.new_zeros(len(self.sequences), self.max_new_tokens, own.shape[-1])
             self.kept[name][row.to(self.device), index.to(self.device)] = own
 
+    @property
+    def has_listeners(self) -> bool:
+        """Whether anybody wants to know what is new before all is decoded."""
+        return self.streamer is not None or len(self.stopping_criteria) > 0
+
     def publish(self, shown: torch.LongTensor) -> None:
         """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS."""
-        if self.streamer is None and len(self.stopping_criteria) == 0:
+        if not self.has_listeners:
             return
         shown = torch.minimum(shown, self.end_of_text() + 1)
         for b, decoded in enumerate(self.prefix_length().tolist()):
