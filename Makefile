@@ -8,7 +8,7 @@ BENCH_ARGS ?=
 PYTHON_FOLDERS := src modeling examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-floor nightly style quality bench reference-model build clean
+.PHONY: help install demo test test-floor nightly style quality bench bench-engine reference-model build clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -61,6 +61,9 @@ quality: .venv/.installed ## lint, format check, types
 
 bench: .venv/.installed ## measure the reference model: scores, tokens per forward, speed
 	$(BIN)/python examples/reference_model/bench.py $(BENCH_ARGS)
+
+bench-engine: .venv/.installed ## measure the decoding loop alone, on random weights: overhead, context, memory
+	$(BIN)/python examples/benchmark_decoding.py --engine 100m $(BENCH_ARGS)
 
 reference-model: .venv/.installed ## train the reference model; resumes where it stopped
 	$(BIN)/python examples/reference_model/train.py

@@ -312,7 +312,7 @@ def measure_one(system: System, prompt: Mapping[str, torch.Tensor]) -> Measureme
     generated = output.sequences[0, prompt["input_ids"].shape[1] :].tolist()
     forwards = getattr(output, "num_forward_passes", None)
     return Measurement(
-        response_ids=response_tokens(generated, _eos_token_ids(system)),
+        response_ids=response_tokens(generated, eos_token_ids(system)),
         num_forward_passes=len(generated) if forwards is None else int(forwards[0]),
         seconds=seconds,
     )
@@ -367,7 +367,7 @@ def measure_batches(
             for name, system in systems.items():
                 output, seconds = timed_generate(system, batch)
                 generated = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
-                rows = [response_tokens(row, _eos_token_ids(system)) for row in generated]
+                rows = [response_tokens(row, eos_token_ids(system)) for row in generated]
                 measurements[name][size].append(BatchMeasurement(rows, seconds))
             done += 1
             if progress is not None:
@@ -515,7 +515,8 @@ def _check_single_rows(prompts: Sequence[Mapping[str, torch.Tensor]]) -> None:
             )
 
 
-def _eos_token_ids(system: System) -> list[int]:
+def eos_token_ids(system: System) -> list[int]:
+    """The tokens that end a response of a system: those of its options, else those of its model."""
     eos = system.options.get("eos_token_id", system.model.generation_config.eos_token_id)
     if eos is None:
         return []

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from d2f_hf.benchmarking import (
     System,
+    eos_token_ids,
     left_padded,
     replaced_method,
     response_tokens,
@@ -195,14 +196,13 @@ class ScriptedAcceptance:
     def on(self, model: Any) -> Iterator[None]:
         """Replaces the choice of this one `model` as long as the context lasts."""
         model = _block_diffusion_model(model)
-        eos_token_id = model.generation_config.eos_token_id
-        eos_token_ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
-        if self.last is not None and not eos_token_ids:
+        ends = eos_token_ids(System(model))
+        if self.last is not None and not ends:
             raise ValueError(
                 "`model.generation_config.eos_token_id` must be set for responses of a given length, but it is None. "
                 "Set it, or leave out `response_lengths`."
             )
-        if self.token_id in (*eos_token_ids, model.config.mask_token_id):
+        if self.token_id in (*ends, model.config.mask_token_id):
             raise ValueError(
                 f"`token_id` must be an ordinary token, but {self.token_id} is an EOS or the mask token. Take another."
             )
@@ -214,7 +214,7 @@ class ScriptedAcceptance:
                 if response is not self._response:  # another call of `generate`
                     self._response = response
                     self._steps.zero_()
-                chosen = self._choose(row.cpu(), index.cpu(), response.max_new_tokens, eos_token_ids)
+                chosen = self._choose(row.cpu(), index.cpu(), response.max_new_tokens, ends)
                 tokens, probability, ranking = (
                     own.to(its.device) for own, its in zip(chosen, (tokens, probability, ranking), strict=True)
                 )
@@ -230,7 +230,7 @@ class ScriptedAcceptance:
                 self._response = None
 
     def _choose(
-        self, row: torch.LongTensor, index: torch.LongTensor, limit: int, eos_token_ids: Sequence[int]
+        self, row: torch.LongTensor, index: torch.LongTensor, limit: int, ends: Sequence[int]
     ) -> tuple[torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
         """Token, probability and rank value of the masked tokens at places `index` of `row`, `(M,)` each."""
         is_masked = torch.zeros(len(self.rates), limit, dtype=torch.bool)  # [B, R]
@@ -244,7 +244,7 @@ class ScriptedAcceptance:
         accepted = (place <= quota[:, None])[row, index]
         tokens = torch.full_like(index, self.token_id)
         if self.last is not None:
-            tokens[index == self.last[row]] = eos_token_ids[0]
+            tokens[index == self.last[row]] = ends[0]
         return tokens, accepted.float(), -index.float()
 
 
@@ -301,7 +301,8 @@ def random_model(
 def random_prompts(config: D2FLLaDAConfig, lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     """Prompts of random ordinary tokens as one batch `(B, L)`, padded at the left: `input_ids`, `attention_mask`."""
     generator = torch.Generator().manual_seed(seed)
-    specials = {config.mask_token_id, config.eos_token_id, config.pad_token_id, 0}  # 0: what a script decodes
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    specials = {config.mask_token_id, config.pad_token_id, *ends, 0}  # 0: what a script decodes
     ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in specials])
     rows = [
         {"input_ids": ordinary[torch.randint(len(ordinary), (1, length), generator=generator)]} for length in lengths
@@ -700,10 +701,8 @@ def _replay_seconds(model: Any, forwards: Sequence[RecordedForward]) -> float:
 
 
 def _responses(system: System, inputs: Mapping[str, torch.Tensor], output: Any) -> list[list[int]]:
-    eos = system.model.generation_config.eos_token_id
-    eos_token_ids = [eos] if isinstance(eos, int) else list(eos or ())
     rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return [response_tokens(row, eos_token_ids) for row in rows]
+    return [response_tokens(row, eos_token_ids(system)) for row in rows]
 
 
 def _block_diffusion_model(model: Any) -> Any:
