@@ -205,6 +205,25 @@ def test_replayed_forwards_are_those_of_the_loop():
     assert "forward" not in vars(model)
 
 
+def test_recorded_tensors_are_copies():
+    """A loop may write each window into the same tensors."""
+    model = tiny_model()
+
+    def overwriting(forward):
+        def call(**kwargs):
+            output = forward(**kwargs)
+            kwargs["input_ids"].zero_()
+            kwargs["cache"].window[0].zero_()
+            return output
+
+        return call
+
+    with replaced_method(model, "forward", overwriting):
+        (first, *_) = record_forwards(System(model, {"max_new_tokens": 4}), PROMPT)
+    assert first.kwargs["input_ids"].tolist() == [[1, 2, 3, MASK, MASK, MASK, MASK]]
+    assert first.window[0].tolist() == [list(range(7))]
+
+
 @pytest.mark.parametrize("decoding", ["vanilla", "fast_dllm"])
 def test_forwards_of_other_decoders_can_be_replayed(decoding):
     model = tiny_model()
@@ -428,7 +447,7 @@ def test_sizes_have_about_the_parameters_of_their_names():
 def test_a_random_model_can_be_changed_and_decodes():
     model = random_model("5m", dtype="float32", n_layers=1, vocab_size=50)
     assert model.config.mask_token_id == 49 and model.config.n_layers == 1 and not model.training
-    output = model.generate(**random_prompts(model.config, [3]), max_new_tokens=2)
+    output = model.generate(**random_prompts(model.config, [3]), max_new_tokens=2, min_new_tokens=2)
     assert output.shape == (1, 5)
     with pytest.raises(ValueError, match="`size` must be one of 5m, 100m, 1b, 8b, got '2m'"):
         random_model("2m")
