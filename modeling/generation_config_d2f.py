@@ -62,7 +62,6 @@ _WITHOUT_MEANING = {
     "decoder_start_token_id": (None,),
     "is_assistant": (None, False),
     "prefill_chunk_size": (None,),
-    "compile_config": (None,),
     "cache_config": (None,),
 }
 

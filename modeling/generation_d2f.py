@@ -5,8 +5,10 @@
 import copy
 import itertools
 import math
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from transformers import CompileConfig
 from transformers.generation import (
     EosTokenCriteria,
     GenerationMixin,
@@ -91,7 +93,9 @@ class D2FGenerationMixin(GenerationMixin):
             if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
                 setattr(config, name, None)
         if not isinstance(config, self.generation_config_class):
-            config = self.generation_config_class.from_dict(config.to_dict())
+            values = {name: value for name, value in vars(config).items() if name != "_from_model_config"}
+            config = self.generation_config_class()
+            vars(config).update(values)
         config.with_defaults()
         # As keywords only: in a config they may be the values of D2F, which it has by default.
         refused = () if config.decoding == "d2f" else D2F_ONLY
@@ -187,6 +191,54 @@ class D2FGenerationMixin(GenerationMixin):
             "`generate` takes batches of prompts of different lengths."
         )
 
+    def generate_stream_batch(
+        self,
+        requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None],
+        max_batch_size: int,
+        max_prompt_length: int,
+        **kwargs,
+    ) -> Iterator[tuple[int, torch.LongTensor]]:
+        """Answers prompts as they come, by pipelined decoding: a row that is finished makes room for the next one.
+
+        Each response is that of `generate` with this prompt alone, up to rounding.
+
+        Args:
+            requests (`Iterable`): Prompts of shape `(L,)`, each alone or with a `max_new_tokens` of its own; `None`
+                says that nobody is waiting right now. The next one is asked for when there is room, between two steps.
+            max_batch_size (`int`): Rows that are decoded at the same time at the most.
+            max_prompt_length (`int`): The longest prompt that may come.
+            kwargs: As for `generate`.
+
+        Returns:
+            `Iterator[tuple[int, torch.LongTensor]]`: The number of a request, from 0, and its response `(T,)` up to
+            and including its EOS, in the order in which they are finished.
+
+        Raises:
+            ValueError: for a prompt that is empty or too long, or too large a `max_new_tokens`.
+        """
+        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+
+        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **mode_kwargs):
+            if generation_config.decoding != "d2f":
+                raise ValueError(
+                    f"`decoding` must be 'd2f' where rows come and go, got {generation_config.decoding!r}. Leave it "
+                    "out."
+                )
+            prompts = input_ids.expand(max_batch_size, -1)
+            response = self._response(
+                prompts, prompts.new_ones(len(prompts)), stopping_criteria, None, generation_config
+            )
+            decoder = PipelinedDecoder(
+                self, response, logits_processor, generation_config, mode_kwargs.get("generator")
+            )
+            return _decode_stream(decoder, requests)
+
+        # transformers prepares what it prepares for any prompt.
+        prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device=self.device)
+        return self.generate(prompt, custom_generate=decode, attention_mask=torch.ones_like(prompt), **kwargs)
+
     def _sample(
         self,
         input_ids: torch.LongTensor,
@@ -256,16 +308,8 @@ class D2FGenerationMixin(GenerationMixin):
                     logger.warning_once(f"`{name}` has no effect without `return_dict_in_generate=True`.")
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
-        response = Response(
-            prompts=input_ids.gather(1, order),
-            prompt_lengths=prompt_lengths,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=(generation_config.min_length or 0) - input_ids.shape[1],
-            mask_token_id=self.config.mask_token_id,
-            eos_token_ids=eos_token_ids,
-            stopping_criteria=stopping_criteria,
-            streamer=streamer,
-            keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
+        response = self._response(
+            input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
         )
         if generation_config.decoding == "d2f":
             num_forward_passes, trace = self._decode_pipelined(
@@ -280,6 +324,27 @@ class D2FGenerationMixin(GenerationMixin):
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, num_forward_passes, trace, generation_config)
+
+    def _response(
+        self,
+        prompts: torch.LongTensor,
+        prompt_lengths: torch.LongTensor,
+        stopping_criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        generation_config: D2FGenerationConfig,
+    ) -> Response:
+        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens."""
+        return Response(
+            prompts=prompts,
+            prompt_lengths=prompt_lengths,
+            max_new_tokens=generation_config.max_length - prompts.shape[1],
+            min_new_tokens=(generation_config.min_length or 0) - prompts.shape[1],
+            mask_token_id=self.config.mask_token_id,
+            eos_token_ids=generation_config._eos_token_tensor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
+        )
 
     @torch.no_grad()
     def _decode_pipelined(
@@ -454,6 +519,15 @@ class D2FGenerationMixin(GenerationMixin):
             self(input_ids=response.sequences[:1, :1].to(device))
         return num_forward_passes, None
 
+    def _compiled_base_model(self, compile_config: CompileConfig | None) -> Callable:
+        """The model without its head, compiled; by default as transformers does it. Kept."""
+        compile_config = CompileConfig() if compile_config is None else compile_config
+        if getattr(self, "_base_model_compile_config", None) != compile_config:
+            self._base_model_compile_config = compile_config
+            # The bound method: a compiled module would become a part of the model.
+            self._base_model_compiled = torch.compile(self.base_model.__call__, **compile_config.to_dict())
+        return self._base_model_compiled
+
     def _block_size(self, generation_config: D2FGenerationConfig) -> int:
         return self.config.block_size if generation_config.block_size is None else generation_config.block_size
 
@@ -538,6 +612,64 @@ class D2FGenerationMixin(GenerationMixin):
             generator=generator,
         )
         return scores if "scores" in response.kept else None, tokens, probability, ranking
+
+
+def _decode_stream(
+    decoder: PipelinedDecoder, requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None]
+) -> Iterator[tuple[int, torch.LongTensor]]:
+    """The responses to `requests`, as they are finished; see `generate_stream_batch`."""
+    response = decoder.response
+    waiting, number = iter(requests), itertools.count()
+    numbers: dict[int, int] = {}  # of the requests that are decoded, by row
+    while True:
+        # 1. Who comes.
+        new: dict[int, tuple[torch.LongTensor, int]] = {}
+        for row in range(len(response.sequences)):
+            if waiting is None or row in numbers:
+                continue
+            try:
+                request = next(waiting)
+            except StopIteration:
+                waiting = None
+                continue
+            if request is None:
+                break
+            new[row] = _checked_request(request, response)
+            numbers[row] = next(number)
+        if new:
+            rows = torch.tensor(list(new))
+            prompts, limits = zip(*new.values(), strict=True)
+            response.replace_rows(rows, prompts, torch.tensor(limits))
+            decoder.add_rows(rows)
+
+        # 2. A step for all.
+        if len(decoder.live) > 0:
+            with torch.no_grad():
+                decoder.step()
+        elif waiting is None:
+            return
+
+        # 3. Who goes.
+        for row in sorted(numbers.keys() - set(decoder.live.tolist())):
+            length = int(response.lengths()[row])
+            tokens = response.tokens(torch.tensor([row]), length)[0]
+            yield numbers.pop(row), tokens.to(response.device)
+
+
+def _checked_request(
+    request: torch.LongTensor | tuple[torch.LongTensor, int], response: Response
+) -> tuple[torch.LongTensor, int]:
+    prompt, limit = request if isinstance(request, tuple) else (request, response.max_new_tokens)
+    if prompt.dim() != 1 or not 1 <= len(prompt) <= response.prompt_width:
+        raise ValueError(
+            f"Each of `requests` must be a prompt of 1 to {response.prompt_width} tokens (`max_prompt_length`), got "
+            f"the shape {tuple(prompt.shape)}. Give prompts one by one, without padding."
+        )
+    if not 1 <= limit <= response.max_new_tokens:
+        raise ValueError(
+            f"`max_new_tokens` of a request must be from 1 to the {response.max_new_tokens} of the call, got {limit}."
+        )
+    return prompt.cpu(), limit
 
 
 def _refuse_dependence_on_neighbours(

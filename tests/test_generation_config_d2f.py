@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
 from tiny_models import EOS, PAD, VOCAB_SIZE, ScriptedModel, tiny_model
@@ -186,7 +186,6 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
         ({"generation_config": D2FGenerationConfig(confidence_treshold=0.5)}, "confidence_treshold"),
         ({"generation_config": GenerationConfig(confidence_treshold=0.5)}, "confidence_treshold"),
         ({"decoding": "vanilla", "output_trace": True, "return_dict_in_generate": True}, "`output_trace`"),
-        ({"compile_config": CompileConfig()}, "`compile_config`"),
         ({"is_assistant": True}, "`is_assistant`"),
         ({"steps": 4}, "`steps`.*vanilla"),
         ({"max_new_tokens": 0}, "max_new_tokens|max_length"),
