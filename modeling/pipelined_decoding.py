@@ -8,14 +8,16 @@ the window and gives back, in one transfer, what was chosen for the masked token
 # B rows of the response, A live rows, R' response tokens that are looked at, N blocks of them, K block size, W window,
 # S key/value slots, V vocabulary, M masked tokens in the window, over all live rows
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.generation import LogitsProcessorList
 
 from .acceptance_rules import Credit, accept
 from .block_causal import visible_length
-from .cache_d2f import PADDING, D2FCache
+from .cache_d2f import CHUNK, PADDING, D2FCache
 from .decoding_rules import (
     as_blocks,
     decoded_ratio,
@@ -73,6 +75,11 @@ class PipelinedDecoder:
         self.must_wait = any(depends_on_neighbours(processor) for processor in logits_processor)
         self.acceptance_options = generation_config.acceptance_options()
         self.credit: Credit | None = None  # of acceptance_rule="credit", `(A, N, K)`
+        self.compiled: Callable | None = None
+        if generation_config.compile_config is not None or (
+            generation_config.cache_implementation == "static" and response.device.type != "cpu"
+        ):
+            self.compiled = model._compiled_base_model(generation_config.compile_config)
         self.cache = D2FCache(model.config.num_hidden_layers, response.sequences.shape[1])
         self.num_forward_passes = torch.zeros_like(response.prompt_lengths)
         self.trace: list[list[dict]] | None = None
@@ -97,6 +104,9 @@ class PipelinedDecoder:
         copies = torch.diff(first, append=torch.tensor([len(rows)]))
         self._select(torch.arange(len(self.live)), rows[first], copies)
         self.num_forward_passes[rows] = 0
+        if self.trace is not None:
+            for row in rows.tolist():
+                self.trace[row] = []
         self._look()
 
     def _select(self, places: torch.LongTensor, rows: torch.LongTensor, copies: torch.LongTensor) -> None:
@@ -206,21 +216,36 @@ class PipelinedDecoder:
         `(row, index)`, `(M,)` each."""
         start = (fed_from - self.look_back).clamp(min=0) if self.look_back else fed_from
         width, num_slots = int((end - start).max()), int(end.max())
+        # Prompts have any length, so compiled shapes are for the steps behind them, as in transformers.
+        is_compiled = self.compiled is not None and int(fed_from.min()) > 0
+        if is_compiled:
+            width, num_slots = _bucket(width, self.block_size), _bucket(num_slots, CHUNK)
         position = start[:, None] + torch.arange(width)  # [A, W]
         is_fed = position < end[:, None]
         position = position.where(is_fed, 0)
         visible = torch.minimum(visible_length(position, self.prompt_lengths, self.block_size), end[:, None])  # [A, W]
         allowed = torch.arange(num_slots) < visible[..., None]  # [A, W, S]
         column = (self.prompt_lengths - start)[row] + (index - self.look_back)  # in the window
+        write_slots = position.where(is_fed, PADDING)
+        input_ids = self.response.sequences[self.live[:, None], position]
+        if is_compiled:  # rows of nothing but padding, which see one slot
+            missing = _bucket(len(position), 1) - len(position)
+            input_ids, position = (F.pad(values, (0, 0, 0, missing)) for values in (input_ids, position))
+            write_slots = F.pad(write_slots, (0, 0, 0, missing), value=PADDING)
+            allowed = F.pad(allowed, (0, 0, 0, 0, 0, missing))
+            allowed[len(self.live) :, :, 0] = True
         device = self.response.device
-        self.cache.set_window(position.where(is_fed, PADDING).to(device), num_slots)
-        return self.model(
-            input_ids=self.response.sequences[self.live[:, None], position].to(device),
-            attention_mask=allowed[:, None].to(device),
-            position_ids=position.to(device),
-            cache=self.cache,
-            logits_to_keep=(row.to(device), column.to(device)),
-        ).logits
+        self.cache.set_window(write_slots.to(device), num_slots)
+        inputs = {
+            "input_ids": input_ids.to(device),
+            "attention_mask": allowed[:, None].to(device),
+            "position_ids": position.to(device),
+            "cache": self.cache,
+        }
+        wanted = (row.to(device), column.to(device))
+        if is_compiled:
+            return self.model.get_output_embeddings()(self.compiled(**inputs).last_hidden_state[wanted])
+        return self.model(**inputs, logits_to_keep=wanted).logits
 
     def _take_copies_apart(
         self, row: torch.LongTensor, index: torch.LongTensor, logits: torch.Tensor
@@ -286,3 +311,10 @@ class PipelinedDecoder:
                     "accepted": list(zip(position[chosen].tolist(), tokens[chosen].tolist(), strict=True)),
                 }
             )
+
+
+def _bucket(size: int, unit: int) -> int:
+    """The smallest of `unit`, 2 `unit`, 4 `unit` ... that is at least `size`: so that compiled shapes repeat."""
+    while unit < size:
+        unit *= 2
+    return unit
