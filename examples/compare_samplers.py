@@ -1,0 +1,294 @@
+"""Compares the samplers of D2F on word problems: the score of each against its tokens per forward.
+
+    python examples/compare_samplers.py --report report.json
+    python examples/compare_samplers.py --samplers threshold credit --block-sizes 5 --seeds 3 4 5
+
+The D2F student of the reference models answers test problems with each sampler at several settings: `threshold` is
+Algorithm 2 of the paper, the others are the arguments of this name of `D2FGenerationConfig` (`entropy_bound`, `factor`
+and `credit` are values of `acceptance_rule`). Every seed has problems of its own, and all settings get the same ones.
+They are answered in batches, in float32, so that a row does not depend on its batch. No time is measured.
+
+- score: percentage of problems whose final number is right; the mean over the seeds, and that of each.
+- TPF, tokens per forward: all response tokens, up to and including the EOS, / all forwards that the rows took.
+- cTPF, compute-weighted: the same / the branches that each forward reads; TPF where there is one.
+- AUP: `d2f_hf.metrics.accuracy_under_parallelism` of a sampler's settings at one block size, relative to the best
+  score of all rows; cAUP is the same with cTPF.
+
+At the end stand the settings that dominate the default, which is threshold 0.9 at the model's own block size: at least
+its score on every seed, and a higher cTPF. Of many settings some look better by chance; other seeds can tell.
+
+Prints tables, and as its last line on stdout one JSON object
+`{"rows": [...], "areas": [...], "default": {...}, "dominating": [...], "environment": {...}}`.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+# d2f_hf itself is imported by the functions, because the reference models are to be loaded before it: see `load`.
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "reference_model"))
+bench = importlib.import_module("bench")
+reference_models = importlib.import_module("reference_models")
+word_problems = importlib.import_module("word_problems")
+
+BATCH_SIZE = 32
+DEFAULT = ("threshold", {"confidence_threshold": 0.9})
+# The settings of each sampler, as keywords of `generate`: few, from careful to fast or the other way round.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "threshold": [{"confidence_threshold": value} for value in (0.7, 0.8, 0.9, 0.95, 0.98)],
+    "entropy_bound": [
+        {"acceptance_rule": "entropy_bound", "entropy_bound": value} for value in (0.01, 0.03, 0.1, 0.2, 0.4)
+    ],
+    "factor": [{"acceptance_rule": "factor", "confidence_factor": value} for value in (0.05, 0.1, 0.2, 0.4, 1.0)],
+    "credit": [{"acceptance_rule": "credit", "confidence_threshold": value} for value in (0.8, 0.9, 0.95, 0.98, 0.99)],
+    "semi_activated_threshold": [
+        {"confidence_threshold": full, "semi_activated_threshold": semi}
+        for full, semi in ((0.8, 0.95), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99))
+    ],
+    "num_branches": [
+        {"confidence_threshold": value, "num_branches": branches} for branches in (2, 3) for value in (0.9, 0.95)
+    ],
+    "remask_threshold": [
+        {"confidence_threshold": value, "remask_threshold": remask} for remask in (0.3, 0.5) for value in (0.8, 0.9)
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a sampler reached with one setting.
+
+    Args:
+        sampler (`str`): Its name in `SETTINGS`.
+        options (`dict`): Keywords of `generate` besides the block size and the limit.
+        block_size (`int`): Tokens per block.
+        score (`float`): Mean over the seeds of the percentage of right answers.
+        scores (`list[float]`): That of each seed.
+        tokens_per_forward (`float`): All response tokens / all forwards.
+        compute_weighted_tokens_per_forward (`float`): The same / the branches of a forward.
+    """
+
+    sampler: str
+    options: dict[str, Any]
+    block_size: int
+    score: float
+    scores: list[float]
+    tokens_per_forward: float
+    compute_weighted_tokens_per_forward: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft looks up an attribute under its old name
+    start = time.perf_counter()
+    try:
+        models = reference_models.load(args.models, "float32")
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    from d2f_hf.benchmarking import environment
+
+    own_block_size = models.student.config.block_size
+    settings = [
+        (sampler, options, block_size)
+        for block_size in args.block_sizes
+        for sampler in args.samplers
+        for options in SETTINGS[sampler]
+    ]
+    if (*DEFAULT, own_block_size) not in settings:
+        settings.insert(0, (*DEFAULT, own_block_size))
+    problems = [word_problems.make_problems("test", args.problems, seed) for seed in args.seeds]
+    report = bench.progress("settings")
+    rows = []
+    for setting in settings:
+        rows.append(measure(models, problems, *setting, max_new_tokens=args.max_new_tokens))
+        report(len(rows), len(settings))
+    default = rows[settings.index((*DEFAULT, own_block_size))]
+    areas = areas_of(rows)
+    dominating = dominating_rows(rows, default)
+
+    print_rows(rows)
+    print_areas(areas)
+    print(f"\ndefault: {describe(default.options)}, block size {own_block_size}")
+    if dominating:
+        print("At least its score on every seed and a higher cTPF have:")
+        print_rows(dominating)
+    else:
+        print("No setting has at least its score on every seed and a higher cTPF.")
+    environment_of_run = {
+        **environment(models.student, repository=HERE),
+        "batch_size": BATCH_SIZE,
+        "problems": args.problems,
+        "seeds": args.seeds,
+        "max_new_tokens": args.max_new_tokens,
+        "minutes": round((time.perf_counter() - start) / 60, 1),
+        "command": " ".join(["compare_samplers.py", *(sys.argv[1:] if arguments is None else arguments)]),
+    }
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in environment_of_run.items()) + "\n")
+    result = {
+        "rows": [as_dict(row) for row in rows],
+        "areas": areas,
+        "default": as_dict(default),
+        "dominating": [as_dict(row) for row in dominating],
+        "environment": environment_of_run,
+    }
+    if args.report is not None:
+        args.report.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--problems", type=int, default=200, help="test problems per seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the problems")
+    parser.add_argument("--samplers", choices=list(SETTINGS), nargs="+", default=list(SETTINGS), help="all by default")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[5, 8], help="the model's own is 5")
+    parser.add_argument("--max-new-tokens", type=int, default=bench.MAX_NEW_TOKENS, help="limit of a response")
+    parser.add_argument("--models", type=Path, default=reference_models.HERE, help="folder of the models")
+    parser.add_argument("--report", type=Path, help="file that gets the JSON object too")
+    args = parser.parse_args(arguments)
+    for name in ("problems", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("seeds", "samplers", "block_sizes"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values):
+            parser.error(f"--{name.replace('_', '-')} must be different ones, got {' '.join(map(str, values))}")
+    if min(args.block_sizes) < 1:
+        parser.error(f"--block-sizes must be at least 1, got {min(args.block_sizes)}")
+    return args
+
+
+def measure(
+    models: Any,
+    problems: Sequence[Sequence[Any]],
+    sampler: str,
+    options: dict[str, Any],
+    block_size: int,
+    max_new_tokens: int,
+) -> Row:
+    """Lets the student answer the `problems` of each seed."""
+    from d2f_hf.metrics import compute_weighted_tokens_per_forward
+
+    scores, num_tokens, num_forward_passes = [], 0, 0
+    for of_seed in problems:
+        responses, forwards = answer(
+            models, of_seed, {**options, "block_size": block_size, "max_new_tokens": max_new_tokens}
+        )
+        scores.append(bench.score([models.text(response) for response in responses], of_seed))
+        num_tokens += sum(map(len, responses))
+        num_forward_passes += sum(forwards)
+    branches = options.get("num_branches", 1)
+    return Row(
+        sampler,
+        options,
+        block_size,
+        score=statistics.fmean(scores),
+        scores=scores,
+        tokens_per_forward=num_tokens / num_forward_passes,
+        compute_weighted_tokens_per_forward=compute_weighted_tokens_per_forward(
+            num_tokens, num_forward_passes, branches
+        ),
+    )
+
+
+def answer(models: Any, problems: Sequence[Any], options: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    """For each problem the response tokens up to and including the EOS, and the forwards that its row took."""
+    from d2f_hf.benchmarking import System, eos_token_ids, left_padded, response_tokens
+
+    eos = eos_token_ids(System(models.student, options))
+    responses, forwards = [], []
+    for first in range(0, len(problems), BATCH_SIZE):
+        prompts = [models.prompt(problem.question) for problem in problems[first : first + BATCH_SIZE]]
+        inputs = left_padded(prompts, models.tokenizer.pad_token_id)
+        output = models.student.generate(**inputs, **options, return_dict_in_generate=True)
+        generated = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        responses += [response_tokens(row, eos) for row in generated]
+        forwards += output.num_forward_passes.tolist()
+    return responses, forwards
+
+
+def areas_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """AUP of each sampler at each block size, by TPF and by cTPF."""
+    from d2f_hf.metrics import accuracy_under_parallelism
+
+    # Where all scores are 0 there is no best one, and every area is 0.
+    best = max(row.score for row in rows) or None
+    areas = []
+    for sampler, block_size in dict.fromkeys((row.sampler, row.block_size) for row in rows):
+        own = [row for row in rows if (row.sampler, row.block_size) == (sampler, block_size)]
+        area = accuracy_under_parallelism([(row.tokens_per_forward, row.score) for row in own], best)
+        weighted = accuracy_under_parallelism(
+            [(row.compute_weighted_tokens_per_forward, row.score) for row in own], best
+        )
+        areas.append(
+            {
+                "sampler": sampler,
+                "block_size": block_size,
+                "num_settings": len(own),
+                "aup": round(area, 2),
+                "compute_weighted_aup": round(weighted, 2),
+            }
+        )
+    return areas
+
+
+def dominating_rows(rows: Sequence[Row], default: Row) -> list[Row]:
+    """Those with at least the default's score on every seed and more compute-weighted TPF, the fastest first."""
+    faster = [
+        row
+        for row in rows
+        if row.compute_weighted_tokens_per_forward > default.compute_weighted_tokens_per_forward
+        and all(score >= other for score, other in zip(row.scores, default.scores, strict=True))
+    ]
+    return sorted(faster, key=lambda row: row.compute_weighted_tokens_per_forward, reverse=True)
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """For the JSON object, with numbers rounded."""
+    values = asdict(row)
+    for name in ("score", "tokens_per_forward", "compute_weighted_tokens_per_forward"):
+        values[name] = round(values[name], 4)
+    values["scores"] = [round(score, 4) for score in row.scores]
+    return values
+
+
+def describe(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items() if name != "acceptance_rule")
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    sampler_width = max(len("sampler"), *(len(row.sampler) for row in rows))
+    width = max(len("setting"), *(len(describe(row.options)) for row in rows))
+    print(f"{'sampler':{sampler_width}}  {'setting':{width}}  block size  score    TPF   cTPF  score of each seed")
+    for row in rows:
+        print(
+            f"{row.sampler:{sampler_width}}  {describe(row.options):{width}}  {row.block_size:10}  {row.score:5.1f}  "
+            f"{row.tokens_per_forward:5.2f}  {row.compute_weighted_tokens_per_forward:5.2f}  "
+            + " ".join(f"{score:5.1f}" for score in row.scores)
+        )
+
+
+def print_areas(areas: Sequence[dict[str, Any]]) -> None:
+    width = max(len("sampler"), *(len(area["sampler"]) for area in areas))
+    print(f"\n{'sampler':{width}}  block size  settings    AUP   cAUP")
+    for area in areas:
+        print(
+            f"{area['sampler']:{width}}  {area['block_size']:10}  {area['num_settings']:8}  "
+            f"{area['aup']:5.0f}  {area['compute_weighted_aup']:5.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
