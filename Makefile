@@ -59,8 +59,8 @@ quality: .venv/.installed ## lint, format check, types
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: .venv/.installed ## measure the reference model: scores, tokens per forward, speed
-	$(BIN)/python examples/reference_model/bench.py $(BENCH_ARGS)
+bench: .venv/.installed ## measure scores, tokens per forward, speed and the decoding loop against their bars
+	$(BIN)/python examples/benchmark_decoding.py --bars $(BENCH_ARGS)
 
 bench-engine: .venv/.installed ## measure the decoding loop alone, on random weights: overhead, context, memory
 	$(BIN)/python examples/benchmark_decoding.py --engine 100m $(BENCH_ARGS)

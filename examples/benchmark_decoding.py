@@ -17,6 +17,11 @@ tokens/s by batch size, and what the loop adds to the forwards of the student.
 needs no trained model. Weights are random, and a script decides how many tokens each forward decodes: what is measured
 is the loop (`d2f_hf.engine_benchmarking`). Memory is measured with LLaDA's vocabulary on a narrow model.
 
+    python examples/benchmark_decoding.py --bars    # make bench
+
+measures all that has a bar: the reference models (`reference_model/bench.py`), D2F against Fast-dLLM, the student by
+batch size, and the loop alone with 100M parameters.
+
 Prints tables, what the figures depend on, and as its last line on stdout one JSON object
 `{"figures": [{"name", "value", "bar", "holds"}], ..., "environment": {...}}`.
 """
@@ -33,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import CompileConfig
 from transformers.utils import logging
 
 if TYPE_CHECKING:
@@ -59,7 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     start = time.perf_counter()
-    report, model = benchmark_reference(args) if args.engine is None else benchmark_engine(args)
+    if args.bars:
+        report, model = benchmark_bars(args)
+    elif args.engine is not None:
+        report, model = benchmark_engine(args)
+    else:
+        report, model = benchmark_reference(args)
 
     from d2f_hf.benchmarking import environment, figure_table
 
@@ -79,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--bars", action="store_true", help="measure all that has a bar, in about a quarter of an hour"
+    )
     parser.add_argument("--engine", metavar="SIZE", help="measure the loop alone: 5m, 100m, 1b or 8b")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all models")
     parser.add_argument("--device", default="cpu", help="of all models")
@@ -88,7 +102,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of problems, prompts and ragged rows")
     parser.add_argument("--report", type=Path, help="file that gets the JSON object too")
     reference = parser.add_argument_group("reference task")
-    reference.add_argument("--problems", type=int, default=24, help="test problems that all systems answer")
+    reference.add_argument("--problems", type=int, help="test problems that all systems answer: 24, with --bars 500")
+    reference.add_argument(
+        "--slow-problems", type=int, default=50, help="with --bars: those that time the vanilla one"
+    )
     reference.add_argument("--stage-problems", type=int, default=6, help="those of them whose time is split")
     reference.add_argument("--batch-problems", type=int, default=64, help="problems for tokens/s by batch size")
     reference.add_argument("--max-new-tokens", type=int, default=256, help="limit of a response")
@@ -98,10 +115,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     engine.add_argument("--tokens-per-forward", type=float, default=4.0, help="that the script makes")
     engine.add_argument("--prompt-length", type=int, default=64, help="tokens; in a batch the longest")
     engine.add_argument("--response-length", type=int, default=64, help="tokens; in a batch the longest")
+    engine.add_argument("--compile", action="store_true", help="compare with compiled steps, too")
     engine.add_argument("--contexts", type=int, nargs=2, default=(256, 4096), help="two prompts, for time per step")
     args = parser.parse_args(arguments)
     args.batch_sizes = args.batch_sizes or ([1, 4, 16, 64] if args.engine is None else [1, 16])
-    for name in ("problems", "stage_problems", "batch_problems", "repetitions"):
+    args.problems = (500 if args.bars else 24) if args.problems is None else args.problems
+    for name in ("problems", "slow_problems", "stage_problems", "batch_problems", "repetitions"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     for size in args.batch_sizes:
@@ -144,6 +163,53 @@ def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     figures += batch_figures(systems, prompts[: args.batch_problems], models, args)
     figures += student_figures(systems[D2F], prompts, models, args)
     return {"figures": figures, "systems": rows}, models.student
+
+
+def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Report and student: the figures of the reference models, of the student's loop, and of the loop alone."""
+    reference = bench.parse_arguments(
+        [
+            *("--problems", str(args.problems), "--slow-problems", str(args.slow_problems)),
+            *("--seed", str(args.seed), "--dtype", args.dtype, "--models", str(args.models)),
+        ]
+    )
+    try:
+        models = reference_models.load(args.models, args.dtype)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    from d2f_hf.benchmarking import Figure, measure, speed_up
+
+    figures = [Figure(figure.name, figure.value, figure.bar) for figure in bench.benchmark(models, reference)]
+    value = {figure.name: figure.value for figure in figures}
+    problems = word_problems.make_problems("test", max(args.problems, args.batch_problems), args.seed)
+    prompts = [models.prompt(problem.question) for problem in problems]
+    problems = problems[: args.problems]
+    systems = reference_systems(models, args)
+    pair = {name: systems[name] for name in (D2F, DUAL)}
+    measurements = measure(pair, prompts[: args.problems], progress=bench.progress("D2F and Fast-dLLM"))
+    d2f_score, dual_score = (
+        bench.score([models.text(m.response_ids) for m in of_system], problems) for of_system in measurements.values()
+    )
+    figures += [
+        Figure("engine: D2F tokens/s over twin tokens/s", value["D2F tokens/s over twin tokens/s"], 4.0),
+        Figure("engine: D2F score less twin score, points", d2f_score - value["twin score, %"], -1.0),
+        Figure(
+            "engine: D2F tokens/s over vanilla tokens/s at length 256",
+            value["D2F tokens/s over vanilla tokens/s at length 256"],
+            50.0,
+        ),
+        Figure(
+            f"engine: D2F tokens/s over {DUAL} tokens/s",
+            speed_up(measurements[D2F], measurements[DUAL]).of_totals,
+            2.5,
+        ),
+        Figure(f"engine: D2F score less {DUAL} score, points", d2f_score - dual_score, -1.0),
+        *student_figures(systems[D2F], prompts, models, args),
+        *batch_figures(systems, prompts[: args.batch_problems], models, args),
+    ]
+    args.engine, args.batch_sizes = "100m", [1, 16]
+    figures += benchmark_engine(args)[0]["figures"]
+    return {"figures": figures}, models.student
 
 
 def reference_systems(models: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -248,10 +314,11 @@ def student_figures(system: Any, prompts: Sequence[Any], models: Any, args: argp
 
 def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Report and model of the loop alone."""
-    from d2f_hf.benchmarking import Figure
+    from d2f_hf.benchmarking import Figure, System
     from d2f_hf.engine_benchmarking import (
         context_growth,
         early_end,
+        gain,
         loop_overhead,
         masked_share,
         merged_adapter_gain,
@@ -310,8 +377,15 @@ def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
 
     report("adapter")
     run = scripted_run(model, 1, args.tokens_per_forward, **lengths)
-    gain = merged_adapter_gain(*run, repetitions=args.repetitions)
-    figures.append(Figure(f"{args.engine}: tokens/s merged adapter / on top (rank 32)", gain))
+    ratio = merged_adapter_gain(*run, repetitions=args.repetitions)
+    figures.append(Figure(f"{args.engine}: tokens/s merged adapter / on top (rank 32)", ratio))
+
+    if args.compile:
+        report("compiled steps")
+        system, inputs, script = run
+        compiled = System(model, {**system.options, "compile_config": CompileConfig()})
+        ratio = gain(compiled, system, inputs, script, args.repetitions)
+        figures.append(Figure(f"{args.engine}: tokens/s compiled steps / as it is", ratio))
 
     report("memory")
     wide = random_model(dtype=args.dtype, device=args.device, **MEMORY_MODEL)
