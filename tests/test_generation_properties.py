@@ -4,9 +4,11 @@
 """
 
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
+from d2f_hf.modeling import pipelined_decoding
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +55,7 @@ def cases(draw):
         },
         "eos_token_id": draw(st.sampled_from([[EOS], [EOS, 5, 11]])),
         "use_cache": draw(st.booleans()),
+        "is_packed": draw(st.booleans()),
         "min_new_tokens": draw(st.integers(0, 4)),
         "seed": draw(st.integers(0, 2**31)),
     }
@@ -68,7 +71,10 @@ def check(case: dict) -> None:
     common = {**options, **FULL, "eos_token_id": eos_token_ids}
 
     with torch.compiler.set_stance("force_eager"):
-        batch = model.generate(**inputs, **common, use_cache=case["use_cache"])
+        with mock.patch.object(pipelined_decoding, "is_worth_packing", lambda is_fed: case["is_packed"]):
+            batch = model.generate(**inputs, **common, use_cache=case["use_cache"])
+        requests = [torch.tensor(prompt) for prompt in prompts]
+        stream = dict(model.generate_stream_batch(requests, 2, width, **options, eos_token_id=eos_token_ids))
         sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0, "min_new_tokens": minimum, **common}
         samples = []
         for _ in range(2):
@@ -123,6 +129,7 @@ def check(case: dict) -> None:
         assert response[: len(expected.tokens)] == expected.tokens
         accepted = [step["accepted"] for step in batch.trace[row]]
         assert accepted == [step["accepted"] for step in expected.trace], "as the uncached oracle, on this row alone"
+        assert stream[row].tolist() == expected.tokens
         assert batch.trace[row] == expected.trace or not case["use_cache"]
         ids = torch.tensor([prompt])
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **common)
