@@ -10,6 +10,7 @@ copy: the loop just stops feeding it.
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import is_torchdynamo_compiling
 
 CHUNK = 256  # slots that a growing cache gets at a time
 PADDING = -1  # the slot that padding writes to, which nobody reads
@@ -40,6 +41,13 @@ class D2FCacheLayer(CacheLayerMixin):
         )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+        self._keep_addresses()
+
+    def _keep_addresses(self) -> None:
+        # A CUDA graph may then write to them; without, it would get a copy.
+        if self.device.type != "cpu" and not is_torchdynamo_compiling():
+            torch._dynamo.mark_static_address(self.keys)
+            torch._dynamo.mark_static_address(self.values)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for `num_rows` rows of `num_slots` tokens; what is there stays."""
@@ -51,6 +59,7 @@ class D2FCacheLayer(CacheLayerMixin):
                 new = old.new_zeros(num_rows, 1 + num_slots, *old.shape[2:])
                 new[:old_rows, :old_slots] = old
                 setattr(self, name, new)
+            self._keep_addresses()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -92,12 +101,19 @@ class D2FCache(Cache):
         num_layers (`int`): Layers of the model.
         max_length (`int`, *optional*): Tokens that the longest row can hold, if that is known. Memory is taken for as
             many as have been fed, in chunks.
+        device (`torch.device`, *optional*): Of the model. The window may be given on the host, which then does not
+            wait.
     """
 
-    def __init__(self, num_layers: int, max_length: int | None = None):
+    def __init__(self, num_layers: int, max_length: int | None = None, device: torch.device | None = None):
         super().__init__(layers=[D2FCacheLayer() for _ in range(num_layers)])
         self.max_length = max_length
-        self.window: tuple[torch.LongTensor, int] | None = None
+        self.window_device = device
+        self.window: tuple[torch.LongTensor, int, bool] | None = None
+        self.packed_places: torch.LongTensor | None = None  # (T,), of the fed tokens in the window (A * Q)
+        self.places_of_packed: torch.LongTensor | None = (
+            None  # (A * Q,), of the window in the fed tokens; 0 for padding
+        )
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for `num_rows` rows of `num_slots` tokens at once, where there is less."""
@@ -106,25 +122,52 @@ class D2FCache(Cache):
             for layer in self.layers:
                 layer.reserve(max(num_rows, old_rows), max(num_slots, old_slots))
 
-    def set_window(self, write_slots: torch.LongTensor, read_length: int) -> None:
+    @property
+    def is_packed(self) -> bool:
+        """Whether the next forward gets its tokens packed."""
+        return self.packed_places is not None
+
+    def set_window(self, write_slots: torch.LongTensor, read_length: int, is_packed: bool = False) -> None:
         """Says where the next forward writes and how much of the cache it reads.
 
         Args:
             write_slots (`torch.LongTensor` of shape `(A, Q)`): Slot of each fed token of the cache's first A rows;
                 `PADDING` (-1) for padding.
             read_length (`int`): The forward sees the slots `0 .. read_length - 1`.
+            is_packed (`bool`): The forward gets the T tokens that are no padding as one row, `(1, T)`. Only attention
+                has them in rows: see [`D2FCache.as_rows`].
         """
-        self.window = (write_slots, read_length)
+        self.window = (write_slots, read_length, is_packed)
         num_slots = self.layers[0].capacity[1]
         if read_length > num_slots:
             num_slots = (read_length + CHUNK - 1) // CHUNK * CHUNK
             if self.max_length is not None:
                 num_slots = max(read_length, min(num_slots, self.max_length))
         self.reserve(len(write_slots), num_slots)
-        first = torch.arange(len(write_slots), device=write_slots.device)[:, None] * (1 + num_slots)
-        index = (first + 1 + write_slots).flatten()
+        step = 1 + num_slots  # from a row's first slot, which is for padding, to the next row's
+        first = torch.arange(1, 1 + len(write_slots) * step, step, device=write_slots.device)
+        index = (write_slots + first[:, None]).flatten()
+        self.packed_places = self.places_of_packed = None
+        if is_packed:
+            is_fed = (write_slots != PADDING).flatten()
+            places = is_fed.nonzero().squeeze(1)
+            index = index[places]
+            self.packed_places = places.to(self.window_device, non_blocking=True)
+            self.places_of_packed = (is_fed.cumsum(0) - 1).clamp(min=0).to(self.window_device, non_blocking=True)
+        index = index.to(self.window_device, non_blocking=True)
+        num_rows = len(write_slots)
         for layer in self.layers:
-            layer.write_index, layer.num_rows, layer.read_length = index, len(write_slots), read_length
+            layer.write_index, layer.num_rows, layer.read_length = index, num_rows, read_length
+
+    def as_rows(self, states: torch.Tensor) -> torch.Tensor:
+        """Packed `states` `(1, H, T, D)` in the window's rows, `(A, H, Q, D)`; in the place of padding anything."""
+        num_rows, length = self.window[0].shape
+        places = self.places_of_packed.to(states.device)
+        return states[0].transpose(0, 1).index_select(0, places).unflatten(0, (num_rows, length)).transpose(1, 2)
+
+    def as_packed(self, states: torch.Tensor) -> torch.Tensor:
+        """The other way round, of `(A, Q, H, D)`: `(1, T, H, D)`."""
+        return states.flatten(0, 1).index_select(0, self.packed_places.to(states.device))[None]
 
     def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
         """Puts the rows `sources` in the place of the rows `targets`, `(N,)` each."""

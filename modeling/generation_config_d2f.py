@@ -114,11 +114,12 @@ class D2FGenerationConfig(GenerationConfig):
             Higher accepts more. It takes the place of `confidence_threshold` and `token_ranking`.
         num_branches (`int`, *optional*): For `decoding="d2f"`: LoPA's look-ahead. Each forward reads that many
             variants of the row, which costs as much as that many rows. All but the first try one more of the most
-            probable tokens each, and the one that leaves the model surest of the rest is kept. Without it, or with 1,
-            there is no look-ahead.
+            probable tokens each, and the one that leaves the model surest of the rest is kept. It counts as one
+            forward. Without it, or with 1, there is no look-ahead.
         remask_threshold (`float`, *optional*): For `decoding="d2f"`: decoded tokens of blocks that are not final
-            become masks again when the model gives them a probability below it, each place at most once. Without it
-            tokens stay. Not together with `num_branches`.
+            become masks again when the model gives them a probability below it, each place at most once. Streamers
+            and stopping criteria are told about a block once it is final. Without it, or with 0, tokens stay. Not
+            together with `num_branches`.
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
@@ -339,7 +340,7 @@ class D2FGenerationOutput(ModelOutput):
         tokens_per_forward (`torch.FloatTensor` of shape `(B,)`): Response tokens, including the EOS, per forward.
         trace (`list[list[dict]]`, *optional*): With `output_trace`, per row and forward: `window_start` and
             `window_length` (positions that were fed, padding left out), `committed_length` (tokens in the cache before
-            it) and `accepted`, pairs of position and token.
+            it) and `accepted`, pairs of position and token; with `remask_threshold` also `masked_again`, positions.
         scores, logits (`tuple[torch.FloatTensor]`, *optional*): With `output_scores` or `output_logits`, per response
             token `(B, V)`: what it was chosen from when it was accepted, after the logits processors or before them;
             0 behind the end of a row.

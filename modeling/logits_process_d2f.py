@@ -8,7 +8,8 @@ once, and behind an undecoded one nobody knows that text. So each processor gets
 - those that depend on the tokens right before (n-grams, several-token bad words, prefix constraints) are asked about
   the first undecoded token of a row only, and the others have to wait: what they forbid never comes out, at the price
   of one token per forward;
-- all others, the user's own among them, get the text that is decoded without a gap, once for each masked token.
+- all others, the user's own among them, get the text that is decoded without a gap, once for each masked token. A
+  decoded token that may become a mask again (`remask_threshold`) gets it up to its place.
 """
 
 # M masked tokens of the batch, V vocabulary
@@ -83,7 +84,7 @@ def process_logits(
     """
     if len(logits_processor) == 0 or len(row) == 0:
         return scores
-    prefixes = None
+    texts = None
     for processor in logits_processor:
         if isinstance(processor, _OF_THE_SCORES):
             scores = processor(response.sequences[row].to(scores.device), scores)
@@ -95,11 +96,10 @@ def process_logits(
                 processed[own] = processor(text.to(scores.device).expand(int(own.sum()), -1), scores[own])
             scores = processed
         else:
-            prefixes = _decoded_prefixes(response) if prefixes is None else prefixes
+            texts = _decoded_texts(row, index, response) if texts is None else texts
             processed = []
-            for b in row.unique_consecutive().tolist():
-                own = scores[row == b]
-                text = prefixes[b].to(scores.device).expand(len(own), -1)
+            for (b, text, number), own in zip(texts, scores.split([number for *_, number in texts]), strict=True):
+                text = text.to(scores.device).expand(number, -1)
                 if isinstance(processor, PrefixConstrainedLogitsProcessor):
                     processed.append(_constrained(processor, b, text, own))
                 else:
@@ -119,11 +119,16 @@ def _constrained(
     return constraint(text, scores)
 
 
-def _decoded_prefixes(response: Response) -> list[torch.LongTensor]:
-    """The text of each row up to its first undecoded token; in front of a short prompt mask tokens, which are in no
-    text, as padding."""
-    lengths, prompt_lengths = response.prefix_length().tolist(), response.prompt_lengths.tolist()
-    return [
-        F.pad(sequence[: prompt + decoded], (response.prompt_width - prompt, 0), value=response.mask_token_id)
-        for sequence, prompt, decoded in zip(response.sequences, prompt_lengths, lengths, strict=True)
-    ]
+def _decoded_texts(
+    row: torch.LongTensor, index: torch.LongTensor, response: Response
+) -> list[tuple[int, torch.LongTensor, int]]:
+    """The text in front of each token, up to the first undecoded one: its row, itself, and how many tokens in a row
+    have it. In front of a short prompt are mask tokens, which are in no text, as padding."""
+    lengths = torch.minimum(response.prefix_length()[row], index)
+    ends, numbers = torch.stack([row, lengths]).unique_consecutive(dim=1, return_counts=True)
+    texts = []
+    for (b, length), number in zip(ends.T.tolist(), numbers.tolist(), strict=True):
+        prompt = int(response.prompt_lengths[b])
+        text = response.sequences[b, : prompt + length]
+        texts.append((b, F.pad(text, (response.prompt_width - prompt, 0), value=response.mask_token_id), number))
+    return texts

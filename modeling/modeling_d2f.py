@@ -24,6 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .block_causal import block_causal_mask, positions_without_padding
+from .cache_d2f import D2FCache
 from .configuration_d2f import D2FConfig
 from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
@@ -207,6 +208,9 @@ class D2FAttention(nn.Module):
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        is_packed = isinstance(cache, D2FCache) and cache.is_packed
+        if is_packed:
+            query = cache.as_rows(query)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -220,6 +224,8 @@ class D2FAttention(nn.Module):
             scaling=self.head_dim**-0.5,
             **kwargs,
         )
+        if is_packed:
+            output = cache.as_packed(output)
         return output.flatten(2), weights
 
 
@@ -322,7 +328,8 @@ class D2FModel(D2FPreTrainedModel):
                 allowed = attention_mask.bool()[:, None, None, :]
             else:
                 return None
-        allowed = allowed.expand(batch_size, 1, length, -1)
+        if not (isinstance(cache, D2FCache) and cache.is_packed):  # then the mask is of the rows of the window
+            allowed = allowed.expand(batch_size, 1, length, -1)
         lowest = torch.finfo(inputs_embeds.dtype).min
         if allowed.dtype != torch.bool:
             # The lowest number of float32 would be -inf in a narrower type, and a row of -inf gives NaN.

@@ -58,6 +58,7 @@ class Response:
         self.sequences = F.pad(prompts, (0, max_new_tokens), value=mask_token_id)
         self.sequences.scatter_(1, prompt_lengths[:, None] + torch.arange(max_new_tokens), mask_token_id)
         self.stopped_at = self.limits.clone()  # by a stopping criterion
+        self.was_masked_again = torch.zeros(len(prompt_lengths), max_new_tokens, dtype=torch.bool)
         self.kept: dict[str, torch.FloatTensor | None] = dict.fromkeys(keep)  # [B, R, V] each, once there is one
         self.published = [0] * len(prompt_lengths)  # tokens that criteria and streamer know
 
@@ -70,6 +71,7 @@ class Response:
             self.prompt_lengths[row] = len(prompt)
             self.limits[row] = self.stopped_at[row] = limit
             self.published[row] = 0
+            self.was_masked_again[row] = False
 
     def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:
         """The first `length` response tokens of `rows` (all), `(A, length)`."""
@@ -130,17 +132,29 @@ class Response:
                 self.kept[name] = own.new_zeros(len(self.sequences), self.max_new_tokens, own.shape[-1])
             self.kept[name][row.to(self.device), index.to(self.device)] = own
 
+    def mask_again(self, row: torch.LongTensor, index: torch.LongTensor) -> None:
+        """Takes the tokens at places `index` of the responses of `row` back, `(M,)` each."""
+        self.sequences[row, self.prompt_lengths[row] + index] = self.mask_token_id
+        self.was_masked_again[row, index] = True
+
     @property
     def has_listeners(self) -> bool:
         """Whether anybody wants to know what is new before all is decoded."""
         return self.streamer is not None or len(self.stopping_criteria) > 0
 
-    def publish(self, shown: torch.LongTensor) -> None:
-        """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS."""
+    def publish(self, shown: torch.LongTensor, block_size: int = 1) -> None:
+        """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS.
+
+        Where a token can be taken back as long as its block of `block_size` is not decoded, whole blocks are told.
+        """
         if not self.has_listeners:
             return
-        shown = torch.minimum(shown, self.end_of_text() + 1)
-        for b, decoded in enumerate(self.prefix_length().tolist()):
+        end_of_text, prefix_length = self.end_of_text(), self.prefix_length()
+        shown = torch.minimum(shown, end_of_text + 1)
+        if block_size > 1:
+            is_whole = prefix_length == torch.minimum(end_of_text + 1, self.limits)
+            prefix_length -= (prefix_length % block_size).masked_fill(is_whole, 0)
+        for b, decoded in enumerate(prefix_length.tolist()):
             begin = int(self.prompt_lengths[b])
             decoded = min(decoded, int(self.stopped_at[b]))
             sequence = self.sequences[b : b + 1].to(self.device)
@@ -178,7 +192,7 @@ class Response:
             return sequences
         return D2FGenerationOutput(
             sequences=sequences,
-            num_forward_passes=num_forward_passes.to(self.device),
+            num_forward_passes=num_forward_passes.clone().to(self.device),
             tokens_per_forward=(lengths / num_forward_passes).to(self.device),
             trace=trace,
             **{name: self._per_token(values, is_response) for name, values in self.kept.items()},

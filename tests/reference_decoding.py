@@ -29,7 +29,7 @@ class Block:
     fully_activated: bool = False  # until then it is semi-activated: only tokens above the confidence threshold
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rules:
     """What `modeling/acceptance_rules.py` adds to Algorithm 2, by the names of the generation config."""
 

@@ -1,5 +1,7 @@
 """The rules that give more tokens per forward: by hand, against the slow ones, at their limits, and in a loop."""
 
+import dataclasses
+import itertools
 import math
 from dataclasses import fields
 from functools import cache
@@ -15,10 +17,12 @@ from d2f_hf.modeling.acceptance_rules import (
     tokens_to_mask_again,
 )
 from d2f_hf.modeling.decoding_rules import accepted_tokens, choose_tokens
+from transformers import StoppingCriteriaList, TextDiffusionStreamer
 
-from d2f_hf import D2FGenerationConfig
+from d2f_hf import D2FGenerationConfig, D2FGenerationOutput
+from prompts import pad
 from reference_decoding import ReferenceResult, Rules, accepted_by_rule, reference_decode
-from tiny_models import EOS, MASK, plain_logits, tiny_model
+from tiny_models import EOS, MASK, PAD, plain_logits, tiny_model
 
 # B batch, A branches, N blocks, K block size, V vocabulary
 
@@ -548,3 +552,198 @@ def test_look_ahead_saves_a_forward_where_a_token_makes_the_others_sure():
     ahead = reference_decode(logits_fn, [0], **options, rules=Rules(num_branches=2))
     assert [step["accepted"] for step in ahead.trace] == [[(1, 1)], [(2, 2), (3, 3), (4, 4)]]
     assert ahead.tokens == plain.tokens
+
+
+# ---- in generate() ----
+
+FULL = {"return_dict_in_generate": True, "output_trace": True}
+MODELS = {
+    "llada": {"seed": 9},
+    "shifted and grouped": {"seed": 8, "right_shift_logits": True, "num_key_value_heads": 2},
+    "dream": {"seed": 2, "family": "dream"},
+}
+PROMPTS = [[1, 2, 3], [7, 30, 12, 5, 9, 20], [7, 30, 12, 5, 9, 20], [4], [18, 22]]  # two share their first forward
+GENERATE_RULES = [*LOOP_RULES, Rules(num_branches=2), Rules(semi_activated_threshold=0.8, num_branches=2)]
+
+
+@cache
+def model_of(name: str):
+    return tiny_model(**MODELS[name])
+
+
+def keywords(rules: Rules) -> dict:
+    """The same for `generate`: what is not as in Algorithm 2."""
+    values = {field.name: getattr(rules, field.name) for field in fields(rules)}
+    return {name: value for name, value in values.items() if value != getattr(Rules(), name)}
+
+
+@cache
+def expected_rows(name: str, rules: Rules, **options) -> list[ReferenceResult]:
+    model = model_of(name)
+    special = {"mask_token_id": MASK, "eos_token_ids": EOS, "right_shift_logits": model.config.right_shift_logits}
+    return [
+        reference_decode(plain_logits(model), prompt, **{**OPTIONS, **special, **options}, rules=rules)
+        for prompt in PROMPTS
+    ]
+
+
+def assert_rows_equal(output: D2FGenerationOutput, expected: list[ReferenceResult]):
+    for row, result in enumerate(expected):
+        tokens = output.sequences[row, max(map(len, PROMPTS)) :].tolist()
+        assert tokens[: len(result.tokens)] == result.tokens and set(tokens[len(result.tokens) :]) <= {PAD}
+        assert output.num_forward_passes[row] == result.num_forward_passes
+        assert output.trace[row] == result.trace
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rules", GENERATE_RULES, ids=name_of)
+def test_generate_decodes_each_row_of_a_batch_as_the_oracle(rules, name):
+    options = {**OPTIONS, **keywords(rules)}
+    inputs = pad(PROMPTS, "left")
+    output = model_of(name).generate(**inputs, **options, **FULL)
+    assert_rows_equal(output, expected_rows(name, rules))
+    uncached = model_of(name).generate(**inputs, **options, **FULL, use_cache=False)
+    assert uncached.sequences.equal(output.sequences)
+    assert uncached.num_forward_passes.equal(output.num_forward_passes)
+
+
+@pytest.mark.parametrize("rules", GENERATE_RULES[1:], ids=name_of)
+def test_each_option_changes_what_is_decoded(rules):
+    """So the test above would not pass if `generate` left it out."""
+    assert any(expected_rows(name, rules) != expected_rows(name, Rules()) for name in MODELS)
+    if rules.num_branches > 1 or rules.remask_threshold:
+        alone = dataclasses.replace(rules, num_branches=1, remask_threshold=0.0)
+        assert any(expected_rows(name, rules) != expected_rows(name, alone) for name in MODELS)
+
+
+def test_the_rows_end_at_different_steps_and_some_with_an_eos():
+    for name in MODELS:
+        rows = [row for rules in GENERATE_RULES for row in expected_rows(name, rules)]
+        assert len({row.num_forward_passes for row in rows}) > 6
+        assert any(EOS in row.tokens for row in rows) and any(len(row.tokens) == 14 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [Rules(num_branches=3), Rules(remask_threshold=1.0), Rules(acceptance_rule="credit", remask_threshold=0.5)],
+    ids=name_of,
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_active_blocks": 1},
+        {"max_active_blocks": 2, "max_new_tokens": 11},
+        {"block_size": 1, "max_new_tokens": 6},
+        {"block_size": 32, "max_new_tokens": 9},
+        {"max_new_tokens": 1},
+        {"block_add_threshold": 0.0, "block_activation_threshold": 0.5, "confidence_threshold": 0.4},
+        {"block_add_threshold": 1.0, "block_activation_threshold": 1.0},
+    ],
+    ids=str,
+)
+def test_look_ahead_and_masking_again_go_with_all_shapes_and_thresholds(rules, options):
+    for name in MODELS:
+        output = model_of(name).generate(**pad(PROMPTS, "right"), **{**OPTIONS, **options}, **keywords(rules), **FULL)
+        assert_rows_equal(output, expected_rows(name, rules, **options))
+
+
+@pytest.mark.parametrize("rules", GENERATE_RULES, ids=name_of)
+def test_rows_that_join_at_any_step_are_decoded_as_alone(rules):
+    expected = [result.tokens for result in expected_rows("llada", rules)]
+    prompts = [None, *map(torch.tensor, PROMPTS)]
+    requests = [prompt for prompt in prompts for _ in range(2 if prompt is None else 1)]
+    for max_batch_size in (2, 4):
+        stream = model_of("llada").generate_stream_batch(
+            iter(requests), max_batch_size, 6, **OPTIONS, **keywords(rules)
+        )
+        finished = dict(stream)
+        assert [finished[number].tolist() for number in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.parametrize("rules", [Rules(num_branches=3), Rules(remask_threshold=0.5)], ids=name_of)
+def test_processors_that_need_the_tokens_right_before_are_refused(rules):
+    [option] = keywords(rules)
+    with pytest.raises(ValueError, match=f"no_repeat_ngram_size.*`{option}`.*leave out `{option}`"):
+        model_of("llada").generate(torch.tensor([[1]]), **OPTIONS, **keywords(rules), no_repeat_ngram_size=2)
+
+
+@pytest.mark.parametrize("rules", [Rules(num_branches=3), Rules(remask_threshold=0.5)], ids=name_of)
+@pytest.mark.parametrize("name", MODELS)
+def test_processors_sampling_and_scores_go_with_look_ahead_and_masking_again(rules, name):
+    model = model_of(name)
+    options = {**OPTIONS, **keywords(rules), **FULL, "output_scores": True, "output_logits": True}
+    options |= {"repetition_penalty": 1.5, "min_new_tokens": 5}
+    batch = model.generate(**pad(PROMPTS, "left"), **options)
+    for row, prompt in enumerate(PROMPTS):
+        alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options)
+        tokens = alone.sequences[0, len(prompt) :].tolist()
+        assert batch.sequences[row, 6 : 6 + len(tokens)].tolist() == tokens
+        assert batch.trace[row] == alone.trace[0]
+        for place, token in enumerate(tokens):
+            torch.testing.assert_close(batch.scores[place][row], alone.scores[place][0])
+            torch.testing.assert_close(batch.logits[place][row], alone.logits[place][0])
+            assert batch.scores[place][row].argmax() == token
+            assert place >= 5 or batch.scores[place][row, EOS] == -math.inf
+    sampling = {"do_sample": True, "num_return_sequences": 4}
+    one, same, other = (
+        model.generate(torch.tensor(PROMPTS[1:2]), **options, **sampling, generator=torch.Generator().manual_seed(i))
+        for i in (0, 0, 1)
+    )
+    assert one.sequences.equal(same.sequences) and len({tuple(row) for row in one.sequences.tolist()}) == 4
+    assert one.sequences.shape != other.sequences.shape or not one.sequences.equal(other.sequences)
+
+
+class Recorder(TextDiffusionStreamer):
+    """What a streamer is told, and in which state: prompt, puts, drafts."""
+
+    def __init__(self):
+        self.told, self.drafts = [], []
+
+    def put(self, value):
+        self.told += value.flatten().tolist()
+
+    def put_draft(self, value, **kwargs):
+        self.drafts.append(self.told + value.tolist())
+
+    def end(self):
+        pass
+
+
+def told_early(result: ReferenceResult, start: int) -> bool:
+    """Whether a token that all before it were decoded for was replaced later."""
+    tokens = {}
+    for step in result.trace:
+        tokens |= dict(step["accepted"])
+        prefix = [tokens[p] for p in itertools.takewhile(tokens.__contains__, itertools.count(start))]
+        if prefix[: len(result.tokens)] != result.tokens[: len(prefix)]:
+            return True
+        for position in step["masked_again"]:
+            del tokens[position]
+    return False
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streamers_and_stopping_criteria_are_told_final_tokens_only(name):
+    num_early = 0
+    for threshold in (0.5, 1.0):
+        rules = Rules(remask_threshold=threshold)
+        for prompt, expected in zip(PROMPTS, expected_rows(name, rules), strict=True):
+            streamer, texts = Recorder(), []
+
+            def criterion(input_ids, scores, texts=texts, **kwargs):
+                texts.append(input_ids[0].tolist())
+                return torch.tensor([False])
+
+            model_of(name).generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                **OPTIONS,
+                **keywords(rules),
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([criterion]),
+            )
+            assert streamer.told == prompt + expected.tokens
+            assert texts == [streamer.told[: len(prompt) + n + 1] for n in range(len(expected.tokens))]
+            assert streamer.drafts
+            num_early += told_early(expected, len(prompt))
+    assert num_early > 0, "otherwise every way of telling is right"

@@ -45,6 +45,18 @@ def test_padding_is_written_where_nobody_reads():
     assert tokens(keys) == [[1, 2, 0]]
 
 
+def test_packed_tokens_are_written_to_their_rows_and_back():
+    cache = D2FCache(num_layers=1)
+    cache.set_window(torch.tensor([[0, 1, PADDING], [0, PADDING, PADDING], [0, 1, 2]]), read_length=3, is_packed=True)
+    packed = states([[1, 2, 3, 4, 5, 6]])
+    keys, values = cache.update(packed, -packed, 0)
+    assert tokens(keys) == [[1, 2, 0], [3, 0, 0], [4, 5, 6]] and values.equal(-keys)
+    rows = cache.as_rows(packed)  # in the place of padding anything
+    assert rows.shape == (3, 2, 3, 3)
+    assert [rows[a, 0, q, 0].item() for a, q in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2))] == [1, 2, 3, 4, 5, 6]
+    assert cache.as_packed(rows.transpose(1, 2)).equal(packed.transpose(1, 2))
+
+
 def test_layers_are_apart_and_share_the_window():
     cache = D2FCache(num_layers=2, max_length=2)
     cache.set_window(torch.tensor([[1]]), read_length=2)

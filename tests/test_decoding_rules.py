@@ -41,3 +41,14 @@ def test_no_block_is_opened_above_the_cap_on_blocks_in_flight():
     opened, num_blocks, no_eos = torch.tensor([3]), torch.tensor([5]), torch.tensor([5])
     for cap, expected in ((1, 3), (2, 3), (3, 4), (None, 4)):
         assert opened_blocks(opened, ratio, num_blocks, no_eos, 0.1, cap).tolist() == [expected]
+
+
+@pytest.mark.parametrize("vocab_size", [64 * 64, 64 * 65, 64 * 64 + 1])
+def test_the_best_of_a_wide_vocabulary_is_the_first_of_the_largest_scores(vocab_size):
+    scores = torch.randint(0, 60, (50, vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    scores[0] = 1.0
+    scores[1, -1] = 100.0
+    tokens, probability, _ = choose_tokens(scores.clone(), do_sample=False, token_ranking="probability")
+    expected = torch.tensor([row.tolist().index(max(row.tolist())) for row in scores])
+    assert tokens.equal(expected)
+    torch.testing.assert_close(probability, scores.softmax(-1).amax(-1))

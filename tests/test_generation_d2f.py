@@ -813,3 +813,18 @@ def test_a_text_generation_pipeline_runs_it():
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     [result] = pipe("aaa", max_new_tokens=48, block_size=8, decoding="d2f", do_sample=False)
     assert result["generated_text"] == "aaa" + TEXT
+
+
+def test_what_generate_returns_can_be_trained_on():
+    """Decoding runs in inference mode, whose tensors autograd refuses; none of them leaves it."""
+    model = random_model()
+    options = {"max_new_tokens": 5, "output_scores": True, "output_logits": True, **FULL}
+    output = model.generate(torch.tensor([[1, 2, 3]]), **options)
+    tensors = [output.sequences, output.num_forward_passes, output.tokens_per_forward, *output.scores, *output.logits]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    [response] = dict(model.generate_stream_batch([torch.tensor([1, 2, 3])], 1, 3, max_new_tokens=5)).values()
+    assert not response.is_inference()
+    loss = model(output.sequences, prompt_lengths=torch.tensor([3]), labels=output.sequences).loss
+    (loss * output.scores[0].exp().sum() * output.tokens_per_forward[0]).backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0

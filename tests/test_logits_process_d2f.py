@@ -36,6 +36,14 @@ def test_a_processor_sees_the_gapless_prefix_of_the_row_once_per_masked_token():
     assert recorder.seen == [[[0]] * 4, [[0, 1]]]
 
 
+def test_a_decoded_token_is_judged_by_the_text_in_front_of_it():
+    recorder = Recorder()
+    model = ScriptedModel(sure_of([0, 1, 2, 3, 4], {2: 9}))
+    options = {"max_new_tokens": 4, "block_size": 4, "remask_threshold": 0.5}
+    model.generate(torch.tensor([[0]]), logits_processor=[recorder], **options)
+    assert recorder.seen == [[[0]] * 4, [[0]], [[0, 1]] * 3]
+
+
 def test_a_processor_sees_rows_of_a_batch_at_the_length_of_the_batch():
     """Stock processors count from the padded length; the mask token is a filler that means nothing to them."""
     recorder = Recorder()

@@ -5,7 +5,7 @@ What it decodes is the subject of test_generation_d2f.py.
 
 import pytest
 import torch
-from d2f_hf.modeling import generation_d2f
+from d2f_hf.modeling import generation_d2f, pipelined_decoding
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 from prompts import pad, random_prompts
@@ -49,6 +49,37 @@ def test_a_finished_row_leaves_the_batch_at_once():
     assert len(set(num_forward_passes)) > 2, "rows end at different steps"
     live = [sum(number > step for number in num_forward_passes) for step in range(max(num_forward_passes))]
     assert [shape[0] for shape in shapes] == live
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_without_its_padding_decodes_the_same(family, implementation, monkeypatch):
+    model = eager_model(family, num_key_value_heads=2)
+    model.set_attn_implementation(implementation)
+    fed = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, named: fed.append((named["input_ids"].shape, named["cache"].window)), with_kwargs=True
+    )
+    inputs = pad(random_prompts([5, 2, 30, 4, 1], seed=3), "left")
+    with torch.compiler.set_stance("force_eager"):
+        monkeypatch.setattr(pipelined_decoding, "is_worth_packing", lambda is_fed: True)
+        output = model.generate(**inputs, **OPTIONS, **FULL)
+        assert sum(window[2] for _, window in fed) > 3
+        for shape, (write_slots, _, is_packed) in fed:
+            assert shape == ((1, (write_slots >= 0).sum()) if is_packed else write_slots.shape)
+        monkeypatch.setattr(pipelined_decoding, "is_worth_packing", lambda is_fed: False)
+        expected = model.generate(**inputs, **OPTIONS, **FULL)
+    assert output.sequences.equal(expected.sequences) and output.trace == expected.trace
+
+
+def test_padding_is_left_out_where_there_is_much_of_it():
+    fed = torch.ones(8, 50, dtype=torch.bool)
+    assert not pipelined_decoding.is_worth_packing(fed)
+    fed[:, 41:] = False
+    assert not pipelined_decoding.is_worth_packing(fed), "18 % of the positions"
+    fed[:, 39:] = False
+    assert pipelined_decoding.is_worth_packing(fed), "22 %"
+    assert not pipelined_decoding.is_worth_packing(fed[:4]), "so few that it is not worth the trouble"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,6 +128,20 @@ def test_requests_that_join_at_any_step_get_the_response_of_a_lone_run(family, m
     assert [finished[number].tolist() for number in range(len(prompts))] == expected
     assert max(shape[0] for shape in shapes) <= max_batch_size
     assert max_batch_size == 1 or max(shape[0] for shape in shapes) > 1
+
+
+def test_equal_requests_for_rows_that_are_apart_get_a_response_each():
+    """The second one once got the row behind the first one's, whose own request was lost."""
+    model = eager_model()
+    first, second, third = random_prompts([5, 4, 6], seed=9)
+    prompts, limits = [first, second, first, third, third], [2, 14, 2, 14, 14]
+    expected = [
+        alone(model, prompt, max_new_tokens=limit, eos_token_id=None)
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    requests = [(torch.tensor(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    finished = dict(model.generate_stream_batch(requests, 3, max_prompt_length=6, **OPTIONS, eos_token_id=None))
+    assert [finished[number].tolist() for number in range(5)] == expected
 
 
 def test_a_response_comes_as_soon_as_it_is_finished():
@@ -210,7 +255,7 @@ def test_no_place_is_taken_for_tokens_that_never_come():
 def test_the_mask_token_is_never_fed_to_the_cache_as_final():
     """What is committed was read fully decoded: each forward's window starts at the first block that is not."""
     model = eager_model()
-    windows = []
+    windows: list[tuple[list[int], list[int]]] = []
     model.model.register_forward_pre_hook(
         lambda _, __, named: windows.append((named["input_ids"][0].tolist(), named["position_ids"][0].tolist())),
         with_kwargs=True,

@@ -373,7 +373,7 @@ def record_forwards(
     return recorded
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def replay_forwards(model: Any, forwards: Sequence[RecordedForward]) -> None:
     """Runs forwards again, with the window of the cache that each of them had.
 
@@ -555,14 +555,32 @@ def merged_adapter_gain(
     lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=projections, init_lora_weights=False)
     adapted = get_peft_model(copy.deepcopy(system.model), lora).eval()
     merged = copy.deepcopy(adapted).merge_and_unload()
-    systems = [System(model, system.options) for model in (merged, adapted)]
+    return gain(System(merged, system.options), System(adapted, system.options), inputs, script, repetitions)
+
+
+def gain(
+    system: System,
+    baseline: System,
+    inputs: Mapping[str, torch.Tensor],
+    script: ScriptedAcceptance | None = None,
+    repetitions: int = 5,
+) -> float:
+    """Tokens per second of `system` / those of `baseline` with the same prompts `(B, L)`; the two take turns.
+
+    Args:
+        system, baseline (`System`): Block-diffusion models and the keywords of `generate`.
+        inputs (`Mapping[str, torch.Tensor]`): Prompts `(B, L)`.
+        script (`ScriptedAcceptance`, *optional*): Replaces the choice of tokens.
+        repetitions (`int`): Pairs of times behind one that warms up; the median of their ratios is returned.
+    """
+    _check_repetitions(repetitions)
     ratios = []
     for repetition in range(repetitions + 1):
         rates = []
-        for one in systems:
+        for one in (system, baseline):
             output, seconds = _generate(one, inputs, script)
             rates.append(sum(len(row) for row in _responses(one, inputs, output)) / seconds)
-        if repetition > 0:  # the first one warms up
+        if repetition > 0:
             ratios.append(rates[0] / rates[1])
     return statistics.median(ratios)
 
