@@ -27,7 +27,7 @@ class LookAheadDecoder(PipelinedDecoder):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.num_branches = self.generation_config.num_branches
+        self.num_branches: int = self.generation_config.num_branches or 1
         self.num_cache_rows = 1  # of each live row
         # The last predictions, `(M,)` each, and where that of a response token is among them; -1 where it has none.
         self.tokens, self.probability = torch.zeros(1, dtype=torch.long), torch.zeros(1)

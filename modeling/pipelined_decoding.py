@@ -63,6 +63,7 @@ class PipelinedDecoder:
         use_cache: bool = True,
     ):
         self.model = model
+        self.head: Callable = model.get_output_embeddings()
         self.response = response
         self.logits_processor = logits_processor
         self.generation_config = generation_config
@@ -82,6 +83,8 @@ class PipelinedDecoder:
         ):
             self.compiled = model._compiled_base_model(generation_config.compile_config)
         self.cache = D2FCache(model.config.num_hidden_layers, response.sequences.shape[1], response.device)
+        if self.compiled is not None:  # a graph writes to one place
+            self.cache.reserve(_bucket(len(response.sequences), 1), _bucket(response.sequences.shape[1], CHUNK))
         self.num_forward_passes = torch.zeros_like(response.prompt_lengths)
         self.trace: list[list[dict]] | None = None
         if generation_config.output_trace:
@@ -244,7 +247,7 @@ class PipelinedDecoder:
             "cache": self.cache,
         }
         if is_compiled:
-            return self.model.get_output_embeddings()(self.compiled(**inputs).last_hidden_state[row, column])
+            return self.head(self.compiled(**inputs).last_hidden_state[row, column])
         return self.model(**inputs, logits_to_keep=(row, column)).logits
 
     def _predict(

@@ -76,7 +76,7 @@ def test_only_the_slots_up_to_the_longest_row_are_read():
 
 def test_memory_is_taken_in_chunks_and_what_is_there_stays():
     cache = D2FCache(num_layers=2)
-    shapes, expected = set(), []
+    shapes, expected, keys, values = set(), [], torch.empty(0), torch.empty(0)
     for slot in range(2 * CHUNK + 1):
         cache.set_window(torch.tensor([[slot]]), read_length=slot + 1)
         expected.append(slot + 1)
