@@ -63,7 +63,7 @@ class PipelinedDecoder:
         use_cache: bool = True,
     ):
         self.model = model
-        self.head: Callable = model.get_output_embeddings()
+        self.head: Any = model.get_output_embeddings()
         self.response = response
         self.logits_processor = logits_processor
         self.generation_config = generation_config
@@ -84,7 +84,8 @@ class PipelinedDecoder:
             self.compiled = model._compiled_base_model(generation_config.compile_config)
         self.cache = D2FCache(model.config.num_hidden_layers, response.sequences.shape[1], response.device)
         if self.compiled is not None:  # a graph writes to one place
-            self.cache.reserve(_bucket(len(response.sequences), 1), _bucket(response.sequences.shape[1], CHUNK))
+            num_rows = len(response.sequences) * (generation_config.num_branches or 1)
+            self.cache.reserve(_bucket(num_rows, 1), _bucket(response.sequences.shape[1], CHUNK))
         self.num_forward_passes = torch.zeros_like(response.prompt_lengths)
         self.trace: list[list[dict]] | None = None
         if generation_config.output_trace:
@@ -211,9 +212,10 @@ class PipelinedDecoder:
         `(row, index)`, `(M,)` each."""
         start = (fed_from - self.look_back).clamp(min=0) if self.look_back else fed_from
         width, num_slots = int((end - start).max()), int(end.max())
-        # Prompts have any length, so compiled shapes are for the steps behind them, as in transformers.
-        is_compiled = self.compiled is not None and int(fed_from.min()) > 0
-        if is_compiled:
+        compiled = self.compiled
+        if compiled is not None and int(fed_from.min()) == 0:
+            compiled = None  # prompts have any length; compiled shapes are for the steps behind them
+        if compiled is not None:
             width, num_slots = _bucket(width, self.block_size), _bucket(num_slots, CHUNK)
         position = start[:, None] + torch.arange(width)  # [A, W]
         is_fed = position < end[:, None]
@@ -223,13 +225,13 @@ class PipelinedDecoder:
         column = (self.prompt_lengths - start)[row] + (index - self.look_back)  # in the window
         write_slots = position.where(is_fed, PADDING)
         input_ids = self.response.sequences[self.live[:, None], position]
-        if is_compiled:  # rows of nothing but padding, which see one slot
+        if compiled is not None:  # rows of nothing but padding, which see one slot
             missing = _bucket(len(position), 1) - len(position)
             input_ids, position = (F.pad(values, (0, 0, 0, missing)) for values in (input_ids, position))
             write_slots = F.pad(write_slots, (0, 0, 0, missing), value=PADDING)
             allowed = F.pad(allowed, (0, 0, 0, 0, 0, missing))
             allowed[len(self.live) :, :, 0] = True
-        is_packed = not is_compiled and len(position) > 1 and is_worth_packing(is_fed)
+        is_packed = compiled is None and len(position) > 1 and is_worth_packing(is_fed)
         if is_packed:  # one row of what is no padding
             column = (is_fed.flatten().cumsum(0) - 1)[row * width + column]
             row = torch.zeros_like(row)
@@ -246,8 +248,8 @@ class PipelinedDecoder:
             "position_ids": position,
             "cache": self.cache,
         }
-        if is_compiled:
-            return self.head(self.compiled(**inputs).last_hidden_state[row, column])
+        if compiled is not None:
+            return self.head(compiled(**inputs).last_hidden_state[row, column])
         return self.model(**inputs, logits_to_keep=(row, column)).logits
 
     def _predict(

@@ -196,8 +196,9 @@ def test_replayed_forwards_are_those_of_the_loop():
     output = model.generate(**PROMPT, **system.options, return_dict_in_generate=True)
     assert len(forwards) == len(logits) == int(output.num_forward_passes)
     assert forwards[0].kwargs["input_ids"].shape == (1, 3 + 4)
-    for forward in forwards:
-        forward.kwargs["cache"].layers[0].keys.normal_()  # it does not matter what the cache holds
+    with torch.inference_mode():
+        for forward in forwards:
+            forward.kwargs["cache"].layers[0].keys.normal_()  # it does not matter what the cache holds
     replayed = []
     with replaced_method(model, "forward", lambda forward: lambda **kwargs: replayed.append(forward(**kwargs).logits)):
         replay_forwards(model, forwards)
