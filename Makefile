@@ -60,10 +60,10 @@ quality: .venv/.installed ## lint, format check, types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/.installed ## measure scores, tokens per forward, speed and the decoding loop against their bars
-	$(BIN)/python examples/benchmark_decoding.py --bars $(BENCH_ARGS)
+	$(BIN)/python examples/benchmark_decoding.py --bars --compile $(BENCH_ARGS)
 
 bench-engine: .venv/.installed ## measure the decoding loop alone, on random weights: overhead, context, memory
-	$(BIN)/python examples/benchmark_decoding.py --engine 100m $(BENCH_ARGS)
+	$(BIN)/python examples/benchmark_decoding.py --engine 100m --compile $(BENCH_ARGS)
 
 reference-model: .venv/.installed ## train the reference model; resumes where it stopped
 	$(BIN)/python examples/reference_model/train.py

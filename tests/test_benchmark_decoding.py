@@ -98,3 +98,20 @@ def test_reference_mode_compares_six_systems_on_the_same_problems():
 def test_missing_models_are_said_to_be_missing(tmp_path):
     with pytest.raises(SystemExit, match="make reference-model"):
         benchmark_decoding.main(["--models", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_all_that_has_a_bar_is_in_one_table():
+    options = "--bars --engine 5m --problems 2 --slow-problems 1 --batch-problems 4 --batch-sizes 1 4 --repetitions 1"
+    command = [sys.executable, str(EXAMPLES / "benchmark_decoding.py"), *options.split(), "--contexts", "16", "32"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, figures = figures_of(done.stdout)
+    assert figures["D2F tokens/s over twin tokens/s"]["bar"] == 2.5
+    bars = {name.removeprefix("engine: "): f["bar"] for name, f in figures.items() if name.startswith("engine: ")}
+    assert bars["D2F tokens/s over twin tokens/s"] == 4.0 and bars["D2F score less twin score, points"] == -1.0
+    assert bars["5m, batch 1: generate / its forwards alone"] == 1.25
+    assert bars["5m, batch 16: generate / its forwards alone"] == 1.15
+    assert bars["5m, batch 16: masked positions / positions"] == 0.6
+    assert "D2F tokens/s, batch 4" in bars and "5m: tokens/s merged adapter / on top (rank 32)" in bars

@@ -353,9 +353,28 @@ def test_the_table_of_several_runs_has_median_spread_and_whether_all_hold(tmp_pa
         paths[-1].write_text(json.dumps({"figures": [figure.as_dict() for figure in figures]}))
     bench.main(["--table", *map(str, paths)])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| score, % | 93.00 | 91.00 to 95.00 | 90 | yes |",
-        "| ratio | 2.60 | 2.40 to 3.00 | 2.5 | no |",
+        "| score, % | 93.00 | 91.00 to 95.00 | >= 90 | yes |",
+        "| ratio | 2.60 | 2.40 to 3.00 | >= 2.5 | no |",
         "| s | 2.60 | 2.40 to 3.00 |  |  |",
+    ]
+
+
+def test_the_figures_of_the_engine_have_a_table_of_their_own(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    figures = [
+        {"name": "score, %", "value": 91.0, "bar": 90.0, "holds": True},
+        {"name": "engine: overhead", "value": 1.04, "bar": 1.05, "holds": True},
+        {"name": "engine: growth", "value": 1.2, "bar": 1.1, "holds": False},
+        {"name": "engine: share", "value": 0.5, "bar": 0.6, "holds": False},
+    ]
+    path.write_text(json.dumps({"figures": figures}))
+    bench.main(["--table", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line and not line.startswith(("| |", "| ---"))] == [
+        "| score, % | 91.00 | 91.00 to 91.00 | >= 90 | yes |",
+        "| engine: overhead | 1.04 | 1.04 to 1.04 | <= 1.05 | yes |",
+        "| engine: growth | 1.20 | 1.20 to 1.20 | <= 1.1 | no |",
+        "| engine: share | 0.50 | 0.50 to 0.50 | >= 0.6 | no |",
     ]
 
 
@@ -409,7 +428,11 @@ def test_the_student_answers_at_least_four_of_five_test_problems(problems, token
 def test_the_table_of_the_readme_is_that_of_the_committed_reports():
     reports = [json.loads(path.read_text()) for path in sorted((EXAMPLE / "reports").glob("run*.json"))]
     assert reports
-    assert bench.markdown_table(reports) in (EXAMPLE.parents[1] / "README.md").read_text()
+    readme = (EXAMPLE.parents[1] / "README.md").read_text()
+    assert bench.markdown_table(reports) in readme
+    of_engine = bench.markdown_table(reports, of_engine=True).splitlines()
+    headlines = [line for line in readme.splitlines() if line.startswith(f"| {bench.ENGINE}")]
+    assert set(headlines) <= set(of_engine)
 
 
 def test_the_teacher_starts_as_the_twin():

@@ -15,7 +15,7 @@ Other runs, the first two with a JSON object of their own:
 
     python examples/reference_model/bench.py --search    # the teacher's best block size, on validation problems
     python examples/reference_model/bench.py --curve     # score against speed: curve.csv and curve.png
-    python examples/reference_model/bench.py --table run0.json run1.json run2.json   # the README's table
+    python examples/reference_model/bench.py --table run0.json run1.json run2.json   # the README's tables
 """
 
 import argparse
@@ -40,6 +40,7 @@ SCORING_BATCH_SIZE = 32
 SEARCHED_BLOCK_SIZES = (1, 2, 4, 8, 16)
 CURVE_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 CURVE_BLOCK_SIZES = (8, 16, 32)
+ENGINE = "engine: "  # what the names of the decode engine's figures begin with
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ class Figure:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.table is not None:
-        print(markdown_table([json.loads(path.read_text()) for path in args.table]))
+        reports = [json.loads(path.read_text()) for path in args.table]
+        print(markdown_table(reports))
+        if any(figure["name"].startswith(ENGINE) for figure in reports[0]["figures"]):
+            print("\n" + markdown_table(reports, of_engine=True))
         return
     logging.disable_progress_bar()
     try:
@@ -107,7 +111,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="file that gets the JSON object too")
     parser.add_argument("--search", action="store_true", help="only score the teacher with several block sizes")
     parser.add_argument("--curve", type=Path, nargs="?", const=HERE, help="only write curve.csv and .png here")
-    parser.add_argument("--table", type=Path, nargs="+", help="only print reports of some runs as one Markdown table")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print reports of some runs as Markdown tables")
     args = parser.parse_args(arguments)
     if args.problems < 1 or args.slow_problems < 1:
         parser.error(f"--problems and --slow-problems must be at least 1: {args.problems}, {args.slow_problems}")
@@ -272,14 +276,22 @@ def print_table(figures: Sequence[Figure]) -> None:
         print(f"{figure.name:{width}}  {figure.value:9.2f}  {bar:>6}  {holds}")
 
 
-def markdown_table(reports: Sequence[dict]) -> str:
-    """The figures of several runs: their median, and between which values they lie."""
+def markdown_table(reports: Sequence[dict], of_engine: bool = False) -> str:
+    """The figures of several runs: their median, and between which values they lie.
+
+    Those of the reference model, or those of the decode engine, which `benchmark_decoding.py --bars` adds to them.
+    """
     lines = ["| | median | lowest to highest | bar | holds |", "| --- | --- | --- | --- | --- |"]
     for figures in zip(*(report["figures"] for report in reports), strict=True):
         values = [figure["value"] for figure in figures]
         first = figures[0]
-        holds = "" if first["bar"] is None else "yes" if all(figure["holds"] for figure in figures) else "no"
-        bar = "" if first["bar"] is None else f"{first['bar']:g}"
+        if first["name"].startswith(ENGINE) != of_engine:
+            continue
+        holds, bar = "", ""
+        if first["bar"] is not None:
+            holds = "yes" if all(figure["holds"] for figure in figures) else "no"
+            is_least = (first["value"] >= first["bar"]) == first["holds"]
+            bar = f"{'>=' if is_least else '<='} {first['bar']:g}"
         spread = f"{min(values):.2f} to {max(values):.2f}"
         lines.append(f"| {first['name']} | {statistics.median(values):.2f} | {spread} | {bar} | {holds} |")
     return "\n".join(lines)
