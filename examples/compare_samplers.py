@@ -189,7 +189,9 @@ def measure(
         scores.append(bench.score([models.text(response) for response in responses], of_seed))
         num_tokens += sum(map(len, responses))
         num_forward_passes += sum(forwards)
-    branches = options.get("num_branches", 1)
+    # The first forward of a response has nothing to try, and reads one branch.
+    num_responses = sum(map(len, problems))
+    branches = 1 + (options.get("num_branches", 1) - 1) * (1 - num_responses / num_forward_passes)
     return Row(
         sampler,
         options,

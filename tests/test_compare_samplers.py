@@ -132,13 +132,13 @@ def test_the_script_ends_with_one_json_object_of_all_rows(models, monkeypatch, c
     assert credit["compute_weighted_tokens_per_forward"] == credit["tokens_per_forward"]
 
 
-def test_forwards_of_several_branches_count_that_many_times(models, monkeypatch):
+def test_forwards_of_several_branches_count_that_many_times_behind_the_first_one(models, monkeypatch):
     problems = [compare_samplers.word_problems.make_problems("test", 2, seed) for seed in (0, 1)]
     answers = [([[5, 6, 7], [8]], [1, 1]), ([[5, 6], [7, 8]], [2, 2])]
     monkeypatch.setattr(compare_samplers, "answer", lambda models, problems, options: answers.pop(0))
     found = compare_samplers.measure(models, problems, "num_branches", {"num_branches": 2}, 5, max_new_tokens=8)
     assert found.tokens_per_forward == (3 + 1 + 2 + 2) / 6
-    assert found.compute_weighted_tokens_per_forward == found.tokens_per_forward / 2
+    assert found.compute_weighted_tokens_per_forward == (3 + 1 + 2 + 2) / (4 + 2 * 2)
     assert found.scores == [0.0, 0.0]
 
 
