@@ -23,6 +23,7 @@ _D2F_STEPS = {
     **dict.fromkeys(_RULE_PARAMETERS, "it belongs to an `acceptance_rule`"),
     "num_branches": "it decodes one block at a time",
     "remask_threshold": "a token that it accepts stays",
+    "compile_config": "only the steps of pipelined decoding are compiled",
 }
 WITHOUT_MEANING_IN = {
     "d2f": {

@@ -109,6 +109,11 @@ class D2FGenerationMixin(GenerationMixin):
                     f"`{name}` (got {kwargs[name]!r}) has no meaning with decoding={config.decoding!r}. Leave it out, "
                     "or take decoding='d2f'."
                 )
+        if threshold is not None and config.acceptance_rule in ("entropy_bound", "factor"):
+            raise ValueError(
+                f"`confidence_threshold` (got {threshold!r}) has no meaning with acceptance_rule="
+                f"{config.acceptance_rule!r}, which has a parameter of its own. Leave one of them out."
+            )
         if config.decoding == "fast_dllm" and config.steps is not None and threshold is not None:
             raise ValueError(
                 f"`confidence_threshold` (got {threshold!r}) has no meaning with `steps` (got {config.steps}), which "
@@ -209,18 +214,23 @@ class D2FGenerationMixin(GenerationMixin):
                 says that nobody is waiting right now. The next one is asked for when there is room, between two steps.
             max_batch_size (`int`): Rows that are decoded at the same time at the most.
             max_prompt_length (`int`): The longest prompt that may come.
-            kwargs: As for `generate`.
+            kwargs: As for `generate`, which returns nothing but tokens here.
 
         Returns:
             `Iterator[tuple[int, torch.LongTensor]]`: The number of a request, from 0, and its response `(T,)` up to
             and including its EOS, in the order in which they are finished.
 
         Raises:
-            ValueError: for a prompt that is empty or too long, or too large a `max_new_tokens`.
+            ValueError: for arguments without meaning here; and from the iterator, which then ends, for a prompt that
+                is empty or too long, or too large a `max_new_tokens`.
         """
         for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
+        if kwargs.get("streamer") is not None:
+            raise ValueError("`streamer` takes one sequence, but here rows come and go. Use `generate` for it.")
+        if kwargs.get("attention_mask") is not None:
+            raise ValueError("`attention_mask` has no meaning where prompts come without padding. Leave it out.")
 
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **mode_kwargs):
             if generation_config.decoding != "d2f":
@@ -228,13 +238,23 @@ class D2FGenerationMixin(GenerationMixin):
                     f"`decoding` must be 'd2f' where rows come and go, got {generation_config.decoding!r}. Leave it "
                     "out."
                 )
+            for name in ("output_scores", "output_logits", "output_trace", "return_dict_in_generate"):
+                if getattr(generation_config, name):
+                    raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
+            self._check_limits(generation_config, max_prompt_length, max_prompt_length)
             prompts = input_ids.expand(max_batch_size, -1)
             response = self._response(
                 prompts, prompts.new_ones(len(prompts)), stopping_criteria, None, generation_config
             )
-            decoder = self._decoder(response, logits_processor, generation_config, mode_kwargs.get("generator"))
+            generator, use_cache = mode_kwargs.get("generator"), mode_kwargs.get("use_cache")
+            decoder = self._decoder(response, logits_processor, generation_config, generator, use_cache is not False)
             return _decode_stream(decoder, requests)
 
+        if (kwargs.get("num_return_sequences") or 1) > 1:
+            raise ValueError(
+                f"`num_return_sequences` (got {kwargs['num_return_sequences']}) is not available where rows come and "
+                "go. Give a prompt several times: those next to each other share their first forward."
+            )
         # transformers prepares what it prepares for any prompt.
         prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device=self.device)
         return self.generate(prompt, custom_generate=decode, attention_mask=torch.ones_like(prompt), **kwargs)
@@ -271,32 +291,11 @@ class D2FGenerationMixin(GenerationMixin):
                 "`attention_mask` must leave at least one prompt token in each row, but a row has none. "
                 "Start an empty prompt with the BOS token."
             )
-        if self.config.mask_token_id is None:
-            raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
-        eos_token_ids = generation_config._eos_token_tensor
-        if eos_token_ids is not None:
-            for token_id in eos_token_ids.tolist():
-                if token_id == self.config.mask_token_id or not 0 <= token_id < self.config.vocab_size:
-                    raise ValueError(
-                        f"`eos_token_id` must be an id of the vocabulary (0 .. {self.config.vocab_size - 1}) other "
-                        f"than the mask token's ({self.config.mask_token_id}), got {token_id}."
-                    )
+        self._check_limits(generation_config, int(prompt_lengths.max()), input_ids.shape[1])
         if len(input_ids) > 1 and generation_config._pad_token_tensor is None and len(stopping_criteria) > 0:
             raise ValueError(
                 "`pad_token_id` must be set for a batch with stopping criteria, which may end its rows at different "
                 "lengths, got None. Set it in the call or in the generation config."
-            )
-        positions = self.config.max_position_embeddings
-        if int(prompt_lengths.max()) >= positions:
-            raise ValueError(
-                f"`input_ids` must leave room for a response in the model's {positions} positions, but a prompt has "
-                f"{int(prompt_lengths.max())} tokens. Shorten it."
-            )
-        max_new_tokens = generation_config.max_length - input_ids.shape[1]
-        if int(prompt_lengths.max()) + max_new_tokens > positions:
-            logger.warning_once(
-                f"Prompt and response may reach {int(prompt_lengths.max()) + max_new_tokens} tokens, more than the "
-                f"{positions} positions that the model was made for. Set a smaller `max_new_tokens`."
             )
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(
@@ -328,6 +327,31 @@ class D2FGenerationMixin(GenerationMixin):
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, num_forward_passes, trace, generation_config)
+
+    def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
+        """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
+        if self.config.mask_token_id is None:
+            raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
+        eos_token_ids = generation_config._eos_token_tensor
+        if eos_token_ids is not None:
+            for token_id in eos_token_ids.tolist():
+                if token_id == self.config.mask_token_id or not 0 <= token_id < self.config.vocab_size:
+                    raise ValueError(
+                        f"`eos_token_id` must be an id of the vocabulary (0 .. {self.config.vocab_size - 1}) other "
+                        f"than the mask token's ({self.config.mask_token_id}), got {token_id}."
+                    )
+        positions = self.config.max_position_embeddings
+        if longest_prompt >= positions:
+            raise ValueError(
+                f"`input_ids` must leave room for a response in the model's {positions} positions, but a prompt has "
+                f"{longest_prompt} tokens. Shorten it."
+            )
+        longest = longest_prompt + generation_config.max_length - prompt_width
+        if longest > positions:
+            logger.warning_once(
+                f"Prompt and response may reach {longest} tokens, more than the {positions} positions that the model "
+                "was made for. Set a smaller `max_new_tokens`."
+            )
 
     def _response(
         self,
@@ -386,6 +410,11 @@ class D2FGenerationMixin(GenerationMixin):
         if looks_ahead or generation_config.remask_threshold:
             option = "num_branches" if looks_ahead else "remask_threshold"
             _refuse_dependence_on_neighbours(logits_processor, f"`{option}`", f"leave out `{option}`")
+        if generation_config.compile_config is not None and not use_cache:
+            raise ValueError(
+                "`compile_config` has no meaning with use_cache=False, where each forward has another length. Leave "
+                "one of them out."
+            )
         decoder_class = LookAheadDecoder if looks_ahead else PipelinedDecoder
         return decoder_class(self, response, logits_processor, generation_config, generator, use_cache)
 
@@ -539,11 +568,10 @@ class D2FGenerationMixin(GenerationMixin):
     def _compiled_base_model(self, compile_config: CompileConfig | None) -> Callable:
         """The model without its head, compiled; by default as transformers does it. Kept."""
         compile_config = CompileConfig() if compile_config is None else compile_config
-        if getattr(self, "_base_model_compile_config", None) != compile_config:
-            self._base_model_compile_config = compile_config
+        if getattr(self, "_compiled", (None,))[0] != compile_config:
             # The bound method: a compiled module would become a part of the model.
-            self._base_model_compiled = torch.compile(self.base_model.__call__, **compile_config.to_dict())
-        return self._base_model_compiled
+            self._compiled = (compile_config, torch.compile(self.base_model.__call__, **compile_config.to_dict()))
+        return self._compiled[1]
 
     def _block_size(self, generation_config: D2FGenerationConfig) -> int:
         return self.config.block_size if generation_config.block_size is None else generation_config.block_size
@@ -682,6 +710,8 @@ def _checked_request(
     request: torch.LongTensor | tuple[torch.LongTensor, int], response: Response
 ) -> tuple[torch.LongTensor, int]:
     prompt, limit = request if isinstance(request, tuple) else (request, response.max_new_tokens)
+    if not isinstance(prompt, torch.Tensor):
+        raise ValueError(f"Each of `requests` must be a tensor of token ids, got {type(prompt).__name__}. Convert it.")
     if prompt.dim() != 1 or not 1 <= len(prompt) <= response.prompt_width:
         raise ValueError(
             f"Each of `requests` must be a prompt of 1 to {response.prompt_width} tokens (`max_prompt_length`), got "
@@ -691,7 +721,7 @@ def _checked_request(
         raise ValueError(
             f"`max_new_tokens` of a request must be from 1 to the {response.max_new_tokens} of the call, got {limit}."
         )
-    return prompt.cpu(), limit
+    return prompt.long().cpu(), limit
 
 
 def _refuse_dependence_on_neighbours(logits_processor: LogitsProcessorList, option: str, instead: str) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
 from tiny_models import EOS, PAD, VOCAB_SIZE, ScriptedModel, tiny_model
@@ -232,6 +232,11 @@ def test_a_bad_value_is_an_error_that_names_the_parameter(name, value):
         ({"inputs_embeds": torch.zeros(1, 2, 32)}, "`inputs_embeds`|`input_ids`"),
         ({"decoding": "vanilla", "steps": 5, "max_new_tokens": 8, "block_size": 4}, "`steps`"),
         ({"cache": object()}, "`cache`"),
+        ({"acceptance_rule": "factor", "confidence_threshold": 0.5}, "`confidence_threshold`"),
+        ({"acceptance_rule": "entropy_bound", "confidence_threshold": 0.5}, "`confidence_threshold`"),
+        ({"decoding": "vanilla", "compile_config": CompileConfig()}, "`compile_config`"),
+        ({"decoding": "fast_dllm", "compile_config": CompileConfig()}, "`compile_config`"),
+        ({"use_cache": False, "compile_config": CompileConfig()}, "`compile_config`"),
     ],
     ids=lambda value: str(value)[:40],
 )

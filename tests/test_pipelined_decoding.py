@@ -3,10 +3,13 @@
 What it decodes is the subject of test_generation_d2f.py.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from d2f_hf.modeling import generation_d2f, pipelined_decoding
-from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList, TextDiffusionStreamer
 
 from prompts import pad, random_prompts
 from tiny_models import EOS, FAMILIES, MASK, VOCAB_SIZE, tiny_model
@@ -195,6 +198,15 @@ def test_stopping_criteria_and_seeds_work_where_rows_come_and_go():
         ([], {"decoding": "vanilla", "confidence_threshold": None}, "`decoding`"),
         ([], {"max_batch_size": 0}, "`max_batch_size`"),
         ([], {"max_prompt_length": 0}, "`max_prompt_length`"),
+        ([], {"max_batch_size": True}, "`max_batch_size`"),
+        ([], {"max_prompt_length": 10**6}, "positions"),
+        ([], {"eos_token_id": MASK}, "`eos_token_id`"),
+        ([], {"attention_mask": torch.ones(1, 4)}, "`attention_mask`"),
+        ([], {"do_sample": True, "num_return_sequences": 3}, "`num_return_sequences`"),
+        ([], {"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),
+        ([], {"return_dict_in_generate": True}, "`return_dict_in_generate`"),
+        ([], {"streamer": TextDiffusionStreamer(None)}, "`streamer`"),
+        ([[1, 2]], {}, "`requests`"),
     ],
     ids=str,
 )
@@ -225,6 +237,24 @@ def test_compiled_steps_decode_the_same_and_compile_nothing_after_warm_up(family
                 expected = model.generate(**inputs, **OPTIONS, **FULL)
                 assert output.sequences.equal(expected.sequences) and output.trace == expected.trace
     assert len(graphs) == num_graphs > 0
+
+
+def test_a_copy_of_a_model_does_not_call_what_was_compiled_for_the_other():
+    model = eager_model()
+    compiled = {"compile_config": CompileConfig(backend="eager", mode=None)}
+    prompt = torch.tensor([random_prompts([5], seed=2)[0]])
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default"):
+        first = model.generate(prompt, **OPTIONS, **compiled)
+        other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert other.generate(prompt, **OPTIONS, **compiled).equal(first)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        expected = other.generate(prompt, **OPTIONS)
+        assert not expected.equal(first)
+        assert other.generate(prompt, **OPTIONS, **compiled).equal(expected)
+    assert other.state_dict().keys() == model.state_dict().keys() == tiny_model().state_dict().keys()
 
 
 def test_tokens_are_chosen_a_few_rows_at_a_time(monkeypatch):
