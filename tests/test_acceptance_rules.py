@@ -577,6 +577,14 @@ def keywords(rules: Rules) -> dict:
     return {name: value for name, value in values.items() if value != getattr(Rules(), name)}
 
 
+def arguments_of(rules: Rules) -> dict:
+    """`OPTIONS` and the rules as keywords of `generate`, which refuses a threshold that the rule does not have."""
+    options = {**OPTIONS, **keywords(rules)}
+    if rules.acceptance_rule in ("entropy_bound", "factor"):
+        del options["confidence_threshold"]
+    return options
+
+
 @cache
 def expected_rows(name: str, rules: Rules, **options) -> list[ReferenceResult]:
     model = model_of(name)
@@ -598,7 +606,7 @@ def assert_rows_equal(output: D2FGenerationOutput, expected: list[ReferenceResul
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rules", GENERATE_RULES, ids=name_of)
 def test_generate_decodes_each_row_of_a_batch_as_the_oracle(rules, name):
-    options = {**OPTIONS, **keywords(rules)}
+    options = arguments_of(rules)
     inputs = pad(PROMPTS, "left")
     output = model_of(name).generate(**inputs, **options, **FULL)
     assert_rows_equal(output, expected_rows(name, rules))
@@ -643,7 +651,7 @@ def test_the_rows_end_at_different_steps_and_some_with_an_eos():
 )
 def test_look_ahead_and_masking_again_go_with_all_shapes_and_thresholds(rules, options):
     for name in MODELS:
-        output = model_of(name).generate(**pad(PROMPTS, "right"), **{**OPTIONS, **options}, **keywords(rules), **FULL)
+        output = model_of(name).generate(**pad(PROMPTS, "right"), **{**arguments_of(rules), **options}, **FULL)
         assert_rows_equal(output, expected_rows(name, rules, **options))
 
 
@@ -653,9 +661,7 @@ def test_rows_that_join_at_any_step_are_decoded_as_alone(rules):
     prompts = [None, *map(torch.tensor, PROMPTS)]
     requests = [prompt for prompt in prompts for _ in range(2 if prompt is None else 1)]
     for max_batch_size in (2, 4):
-        stream = model_of("llada").generate_stream_batch(
-            iter(requests), max_batch_size, 6, **OPTIONS, **keywords(rules)
-        )
+        stream = model_of("llada").generate_stream_batch(iter(requests), max_batch_size, 6, **arguments_of(rules))
         finished = dict(stream)
         assert [finished[number].tolist() for number in range(len(PROMPTS))] == expected
 
@@ -664,14 +670,14 @@ def test_rows_that_join_at_any_step_are_decoded_as_alone(rules):
 def test_processors_that_need_the_tokens_right_before_are_refused(rules):
     [option] = keywords(rules)
     with pytest.raises(ValueError, match=f"no_repeat_ngram_size.*`{option}`.*leave out `{option}`"):
-        model_of("llada").generate(torch.tensor([[1]]), **OPTIONS, **keywords(rules), no_repeat_ngram_size=2)
+        model_of("llada").generate(torch.tensor([[1]]), **arguments_of(rules), no_repeat_ngram_size=2)
 
 
 @pytest.mark.parametrize("rules", [Rules(num_branches=3), Rules(remask_threshold=0.5)], ids=name_of)
 @pytest.mark.parametrize("name", MODELS)
 def test_processors_sampling_and_scores_go_with_look_ahead_and_masking_again(rules, name):
     model = model_of(name)
-    options = {**OPTIONS, **keywords(rules), **FULL, "output_scores": True, "output_logits": True}
+    options = {**arguments_of(rules), **FULL, "output_scores": True, "output_logits": True}
     options |= {"repetition_penalty": 1.5, "min_new_tokens": 5}
     batch = model.generate(**pad(PROMPTS, "left"), **options)
     for row, prompt in enumerate(PROMPTS):
