@@ -54,8 +54,10 @@ reference_models = importlib.import_module("reference_models")
 word_problems = importlib.import_module("word_problems")
 
 D2F, TWIN, VANILLA, DUAL = "D2F", "autoregressive twin", "vanilla", "Fast-dLLM, dual cache"
-VANILLA_RATIO = "D2F tokens/s over vanilla tokens/s at length 256"
+TWIN_RATIO = "D2F tokens/s over twin tokens/s, median over problems"
+VANILLA_RATIO = "D2F tokens/s over vanilla tokens/s, median over problems"
 OVERHEAD_BARS = {("5m", 1): 1.25, ("5m", 16): 1.15, ("100m", 1): 1.05, ("100m", 16): 1.05}
+ENGINE_SIZES = ("5m", "100m", "1b", "8b")  # d2f_hf.engine_benchmarking.SIZES
 MASKED_SHARE_BAR = 0.6  # of batch 16
 MEMORY_MODEL = {"size": "5m", "vocab_size": 126464, "weight_tying": True}
 MEMORY_WINDOW, MEMORY_BATCH_SIZE = 128, 8
@@ -83,7 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "minutes": round((time.perf_counter() - start) / 60, 1),
         "command": " ".join(["benchmark_decoding.py", *(sys.argv[1:] if arguments is None else arguments)]),
     }
-    report = {"figures": [figure.as_dict() for figure in figures], **report, "environment": environment_of_run}
+    report = {
+        "figures": [figure.as_dict() for figure in figures],
+        "at_most": [figure.name for figure in figures if figure.at_most],
+        **report,
+        "environment": environment_of_run,
+    }
     print(figure_table(figures))
     print("\n" + "\n".join(f"{name}: {value}" for name, value in environment_of_run.items()) + "\n")
     if args.report is not None:
@@ -121,14 +128,33 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     engine.add_argument("--compile", action="store_true", help="compare with compiled steps, too")
     engine.add_argument("--contexts", type=int, nargs=2, default=(256, 4096), help="two prompts, for time per step")
     args = parser.parse_args(arguments)
-    args.batch_sizes = args.batch_sizes or ([1, 4, 16, 64] if args.engine is None else [1, 16])
+    is_engine_alone = args.engine is not None and not args.bars
+    args.batch_sizes = args.batch_sizes or ([1, 16] if is_engine_alone else [1, 4, 16, 64])
     args.problems = (500 if args.bars else 24) if args.problems is None else args.problems
-    for name in ("problems", "slow_problems", "stage_problems", "batch_problems", "repetitions"):
+    at_least_one = ("problems", "slow_problems", "stage_problems", "batch_problems", "repetitions", "max_new_tokens")
+    at_least_one += ("fast_dllm_block_size", "prompt_length", "response_length")
+    for name in at_least_one:
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}: give more")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads must be at least 1, got {args.threads}: leave it out for torch's choice")
+    if min(args.contexts) < 1:
+        parser.error(f"--contexts must be at least 1, got {args.contexts}: give two lengths of prompts")
+    if args.tokens_per_forward < 1.25:
+        parser.error(
+            f"--tokens-per-forward must be at least 1.25, got {args.tokens_per_forward}: rows of a batch differ by a "
+            "quarter, and each decodes a token per forward"
+        )
+    if args.engine is not None and args.engine not in ENGINE_SIZES:
+        parser.error(f"--engine must be one of {', '.join(ENGINE_SIZES)}, got {args.engine}")
+    if min(args.batch_sizes) < 1:
+        parser.error(f"--batch-sizes must be at least 1, got {args.batch_sizes}: leave them out for the usual ones")
     for size in args.batch_sizes:
-        if size < 1 or (args.engine is None and args.batch_problems % size):
-            parser.error(f"--batch-problems must be a multiple of each of --batch-sizes, got {args.batch_problems}")
+        if not is_engine_alone and args.batch_problems % size:
+            parser.error(
+                f"--batch-problems must be a multiple of each of --batch-sizes, got {args.batch_problems} and {size}: "
+                "all sizes answer the same problems"
+            )
     return args
 
 
@@ -158,9 +184,9 @@ def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
 
     figures = []
     for name, bar in ((TWIN, 4.0), (VANILLA, 50.0), (DUAL, 2.5)):
-        ratio = speed_up(measurements[D2F], measurements[name]).of_totals
+        ratio = speed_up(measurements[D2F], measurements[name]).median
         figures += [
-            Figure(f"D2F tokens/s over {name} tokens/s", ratio, bar),
+            Figure(f"D2F tokens/s over {name} tokens/s, median over problems", ratio, bar),
             Figure(f"D2F score less {name} score, points", rows[D2F]["score"] - rows[name]["score"], -1.0),
         ]
     figures += batch_figures(systems, prompts[: args.batch_problems], models, args)
@@ -182,6 +208,8 @@ def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         sys.exit(str(error))
     from d2f_hf.benchmarking import Figure, measure, speed_up
 
+    for model in (models.student, models.teacher, models.twin):
+        model.to(args.device)
     figures = [Figure(figure.name, figure.value, figure.bar) for figure in bench.benchmark(models, reference)]
     value = {figure.name: figure.value for figure in figures}
     problems = word_problems.make_problems("test", max(args.problems, args.batch_problems), args.seed)
@@ -193,12 +221,12 @@ def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     d2f_score, dual_score = (
         bench.score([models.text(m.response_ids) for m in of_system], problems) for of_system in measurements.values()
     )
-    ratio = speed_up(measurements[D2F], measurements[DUAL]).of_totals
+    ratio = speed_up(measurements[D2F], measurements[DUAL]).median
     engine = [
-        Figure("D2F tokens/s over twin tokens/s", value["D2F tokens/s over twin tokens/s"], 4.0),
+        Figure(TWIN_RATIO, value[TWIN_RATIO], 4.0),
         Figure("D2F score less twin score, points", d2f_score - value["twin score, %"], -1.0),
         Figure(VANILLA_RATIO, value[VANILLA_RATIO], 50.0),
-        Figure(f"D2F tokens/s over {DUAL} tokens/s", ratio, 2.5),
+        Figure(f"D2F tokens/s over {DUAL} tokens/s, median over problems", ratio, 2.5),
         Figure(f"D2F score less {DUAL} score, points", d2f_score - dual_score, -1.0),
         *student_figures(systems[D2F], prompts, models, args),
         *batch_figures(systems, prompts[: args.batch_problems], models, args),
@@ -329,10 +357,7 @@ def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
 
     torch.manual_seed(args.seed)
     longest = max(max(args.contexts) + 32, 2048 + args.prompt_length, args.prompt_length + args.response_length)
-    try:
-        model = random_model(args.engine, args.dtype, args.device, max_sequence_length=longest)
-    except ValueError as error:
-        sys.exit(f"--engine: {error}")
+    model = random_model(args.engine, args.dtype, args.device, max_sequence_length=longest)
     lengths = {"prompt_length": args.prompt_length, "max_new_tokens": args.response_length, "seed": args.seed}
     figures = []
     for size in args.batch_sizes:
@@ -372,10 +397,16 @@ def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         Figure(f"{name}: time", end.time_ratio, 1.1, at_most=True),
     ]
 
-    report("adapter")
     run = scripted_run(model, 1, args.tokens_per_forward, **lengths)
-    ratio = merged_adapter_gain(*run, repetitions=args.repetitions)
-    figures.append(Figure(f"{args.engine}: tokens/s merged adapter / on top (rank 32)", ratio))
+    if args.engine != "8b":  # three of them are too much for one GPU
+        report("adapter")
+        ratio = merged_adapter_gain(*run, repetitions=args.repetitions)
+        figures.append(Figure(f"{args.engine}: tokens/s merged adapter / on top (rank 32)", ratio))
+
+        report("rows")
+        figures.append(
+            Figure(f"{args.engine}, batch 16, float32: rows as when alone, %", same_rows(model, args), 100.0)
+        )
 
     if args.compile:
         report("compiled steps")
@@ -399,6 +430,23 @@ def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         "memory": {"peak_bytes": memory.peak_bytes, "logits_bytes": memory.logits_bytes},
     }
     return {"figures": figures, "engine": {"size": args.engine, **details}}, model
+
+
+def same_rows(model: Any, args: argparse.Namespace) -> float:
+    """Percentage of the rows of a ragged batch of 16, decoded by the model itself, that are as when they are alone."""
+    from d2f_hf.engine_benchmarking import random_prompts
+
+    model = copy.deepcopy(model).float()
+    batch = random_prompts(model.config, range(5, 21), args.seed)
+    batch = {name: values.to(model.device) for name, values in batch.items()}
+    options = {"max_new_tokens": 12, "block_size": 4, "confidence_threshold": 0.001}
+    together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+    num_same = 0
+    for row in range(16):
+        prompt = batch["input_ids"][row, batch["attention_mask"][row].bool()][None]
+        alone = model.generate(prompt, **options)[0, prompt.shape[1] :]
+        num_same += together[row, : len(alone)].equal(alone)
+    return 100 * num_same / 16
 
 
 if __name__ == "__main__":

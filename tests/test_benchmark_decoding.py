@@ -20,6 +20,7 @@ TINY = {"d_model": 16, "n_layers": 1, "n_heads": 1, "mlp_hidden_size": 16, "voca
 
 @pytest.fixture
 def tiny_engine(monkeypatch):
+    monkeypatch.setattr(benchmark_decoding, "ENGINE_SIZES", ("tiny",))
     monkeypatch.setitem(engine_benchmarking.SIZES, "tiny", TINY)
     monkeypatch.setattr(benchmark_decoding, "MEMORY_MODEL", {"size": "tiny", "vocab_size": 5000})
 
@@ -56,10 +57,15 @@ def test_engine_mode_ends_with_one_json_object_of_all_figures(tiny_engine, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "2m"], "`size` must be one of 5m, 100m, 1b, 8b, got '2m'"),
+        (["--engine", "2m"], "--engine must be one of 5m, 100m, 1b, 8b, got 2m"),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--batch-problems", "24"], "--batch-problems must be a multiple of each of --batch-sizes, got 24"),
-        (["--engine", "5m", "--batch-sizes", "0"], "must be a multiple of each of --batch-sizes"),
+        (["--engine", "5m", "--batch-sizes", "0"], "--batch-sizes must be at least 1, got [0]"),
+        (["--bars", "--engine", "5m", "--batch-sizes", "3"], "--batch-problems must be a multiple"),
+        (["--engine", "5m", "--contexts", "0", "8"], "--contexts must be at least 1, got [0, 8]"),
+        (["--engine", "5m", "--tokens-per-forward", "1"], "--tokens-per-forward must be at least 1.25, got 1.0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
     ],
 )
 def test_arguments_that_mean_nothing_end_the_script(arguments, message, capsys):
@@ -110,7 +116,13 @@ def test_all_that_has_a_bar_is_in_one_table():
     _, figures = figures_of(done.stdout)
     assert figures["D2F tokens/s over twin tokens/s"]["bar"] == 2.5
     bars = {name.removeprefix("engine: "): f["bar"] for name, f in figures.items() if name.startswith("engine: ")}
-    assert bars["D2F tokens/s over twin tokens/s"] == 4.0 and bars["D2F score less twin score, points"] == -1.0
+    assert bars["D2F tokens/s over twin tokens/s, median over problems"] == 4.0
+    assert bars["D2F tokens/s over vanilla tokens/s, median over problems"] == 50.0
+    assert bars["D2F tokens/s over Fast-dLLM, dual cache tokens/s, median over problems"] == 2.5
+    assert bars["student, batch 1: generate / its forwards alone"] == 1.25
+    assert bars["5m, EOS at token 20, limit 2048 / 64: time"] == 1.1
+    assert bars["5m, batch 16, float32: rows as when alone, %"] == 100.0
+    assert bars["D2F score less twin score, points"] == -1.0
     assert bars["5m, batch 1: generate / its forwards alone"] == 1.25
     assert bars["5m, batch 16: generate / its forwards alone"] == 1.15
     assert bars["5m, batch 16: masked positions / positions"] == 0.6

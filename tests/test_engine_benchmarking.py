@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from d2f_hf import D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, benchmarking, engine_benchmarking
 from d2f_hf.benchmarking import System, left_padded, replaced_method
@@ -16,6 +16,7 @@ from d2f_hf.engine_benchmarking import (
     StepMemory,
     context_growth,
     early_end,
+    gain,
     highest_totals,
     loop_overhead,
     masked_share,
@@ -204,6 +205,21 @@ def test_replayed_forwards_are_those_of_the_loop():
         replay_forwards(model, forwards)
     assert all(torch.equal(a, b) for a, b in zip(logits, replayed, strict=True))
     assert "forward" not in vars(model)
+
+
+def test_forwards_of_compiled_steps_are_not_recorded():
+    system = System(tiny_model(), {"max_new_tokens": 4, "compile_config": CompileConfig()})
+    for call in (record_forwards, loop_overhead):
+        with pytest.raises(ValueError, match="`compile_config`"):
+            call(system, PROMPT)
+
+
+def test_compiled_steps_are_compared_with_those_as_they_are():
+    model = tiny_model()
+    system, inputs, script = scripted_run(model, prompt_length=4, max_new_tokens=8)
+    compiled = System(model, {**system.options, "compile_config": CompileConfig(backend="eager", mode=None)})
+    with torch.compiler.set_stance("default"):
+        assert gain(compiled, system, inputs, script, repetitions=1) > 0.0
 
 
 def test_recorded_tensors_are_copies():

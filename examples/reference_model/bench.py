@@ -290,8 +290,7 @@ def markdown_table(reports: Sequence[dict], of_engine: bool = False) -> str:
         holds, bar = "", ""
         if first["bar"] is not None:
             holds = "yes" if all(figure["holds"] for figure in figures) else "no"
-            is_least = (first["value"] >= first["bar"]) == first["holds"]
-            bar = f"{'>=' if is_least else '<='} {first['bar']:g}"
+            bar = f"{'<=' if first['name'] in reports[0].get('at_most', ()) else '>='} {first['bar']:g}"
         spread = f"{min(values):.2f} to {max(values):.2f}"
         lines.append(f"| {first['name']} | {statistics.median(values):.2f} | {spread} | {bar} | {holds} |")
     return "\n".join(lines)

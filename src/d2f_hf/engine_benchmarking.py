@@ -355,8 +355,14 @@ def record_forwards(
     """All forwards of one call of `generate` with prompts `(B, L)`.
 
     Raises:
-        ValueError: for a model that is not a block-diffusion model.
+        ValueError: for a model that is not a block-diffusion model, or compiled steps, which do not go through the
+            model's `forward`.
     """
+    if system.options.get("compile_config") is not None:
+        raise ValueError(
+            "`compile_config` cannot be among the options of a system whose forwards are run again, because compiled "
+            "steps cannot. Leave it out, and compare with `gain`."
+        )
     model = _block_diffusion_model(system.model)
     recorded: list[RecordedForward] = []
 
