@@ -5,8 +5,9 @@
 
 answers word problems with the reference models in six ways: the autoregressive twin under transformers' own
 `generate`, the teacher's vanilla sampler at one token per step, Fast-dLLM with prefix and with dual cache on the
-teacher, and the D2F student block by block and pipelined. They take turns on the same prompts, end at the same EOS or
-limit, and are warm.
+teacher, and the D2F student block by block and pipelined. They take turns on the same prompts and are warm. Tokens
+count up to the first EOS; vanilla and Fast-dLLM, whose loops do not stop there, decode the whole length, as the
+originals do.
 The columns are those of `d2f_hf.benchmarking`: tokens/s, tokens per forward, latency (p50, p95), time to first token
 (TTFT), response tokens, score, forwards, and how the time of a call is split (all times in milliseconds). Then come
 tokens/s by batch size, and what the loop adds to the forwards of the student.

@@ -17,7 +17,7 @@ What a decoding loop does for each, in steps of *open, forward, predict, accept*
     move or join in between, `credit = credit.select(places, num_new)`. Blocks are counted from the start of the
     response in each step; there may be more or fewer of them than before. `ranking` is not used.
 - **semi_activated_threshold**: one of the options; nothing else.
-- **num_branches**: A prompt has that many rows in each forward: row `b * num_branches + a` is branch a of prompt b.
+- **num_branches**: A prompt has that many rows in each forward but its first: row `b * num_branches + a` is branch a of prompt b.
   All that is decided before the forward (blocks, activation, window, what the cache keeps) is decided from the tokens
   that are accepted, so it is the same for all branches; a block that is final is the same in all of them, and so are
   its keys and values: any branch's will do. From the step before, the loop keeps tokens and probabilities of what it

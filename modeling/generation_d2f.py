@@ -11,6 +11,7 @@ import torch
 from transformers import CompileConfig
 from transformers.generation import (
     EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -42,6 +43,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
 # float32 values of logits that are looked at at a time: on a CPU as many as stay in its cache.
 SCORES_AT_A_TIME, SCORES_AT_A_TIME_ON_ACCELERATOR = 2**19, 2**23
+COMPILED_SHAPES = 64
 NOT_FINITE = (
     "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
     "easily; bfloat16 does not) and the logits processors."
@@ -211,7 +213,8 @@ class D2FGenerationMixin(GenerationMixin):
 
         Args:
             requests (`Iterable`): Prompts of shape `(L,)`, each alone or with a `max_new_tokens` of its own; `None`
-                says that nobody is waiting right now. The next one is asked for when there is room, between two steps.
+                says that nobody is waiting right now. The next one is asked for when there is room, between two
+                steps, and where nothing is being decoded, again and again: it may take its time there.
             max_batch_size (`int`): Rows that are decoded at the same time at the most.
             max_prompt_length (`int`): The longest prompt that may come.
             kwargs: As for `generate`, which returns nothing but tokens here.
@@ -221,12 +224,18 @@ class D2FGenerationMixin(GenerationMixin):
             and including its EOS, in the order in which they are finished.
 
         Raises:
-            ValueError: for arguments without meaning here; and from the iterator, which then ends, for a prompt that
-                is empty or too long, or too large a `max_new_tokens`.
+            ValueError: for arguments without meaning here; and from the iterator, once all requests before it have
+                their response, for a prompt that is empty or too long, or too large a `max_new_tokens`. What
+                `requests` itself raises comes at that time, too.
         """
         for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
+        if kwargs.get("synced_gpus"):
+            raise ValueError(
+                "`synced_gpus` must be False: processes that answer different requests cannot keep each other's "
+                "company. Use `generate`."
+            )
         if kwargs.get("streamer") is not None:
             raise ValueError("`streamer` takes one sequence, but here rows come and go. Use `generate` for it.")
         if kwargs.get("attention_mask") is not None:
@@ -242,13 +251,29 @@ class D2FGenerationMixin(GenerationMixin):
                 if getattr(generation_config, name):
                     raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
             self._check_limits(generation_config, max_prompt_length, max_prompt_length)
-            prompts = input_ids.expand(max_batch_size, -1)
-            response = self._response(
-                prompts, prompts.new_ones(len(prompts)), stopping_criteria, None, generation_config
-            )
-            generator, use_cache = mode_kwargs.get("generator"), mode_kwargs.get("use_cache")
-            decoder = self._decoder(response, logits_processor, generation_config, generator, use_cache is not False)
-            return _decode_stream(decoder, requests)
+            for processor in logits_processor:
+                if isinstance(processor, (PrefixConstrainedLogitsProcessor, ForcedEOSTokenLogitsProcessor)):
+                    raise ValueError(
+                        "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a "
+                        "prompt, and are not available where rows come and go. Use `generate` for them."
+                    )
+            if generation_config.min_length and not generation_config.min_new_tokens:
+                raise ValueError(
+                    f"`min_length` (got {generation_config.min_length}) counts the prompt, and prompts differ. Use "
+                    "`min_new_tokens`."
+                )
+            use_cache = mode_kwargs.get("use_cache") is not False
+            without_gradients = self._without_gradients(False, [*logits_processor, *stopping_criteria])
+
+            def decoder() -> PipelinedDecoder:
+                prompts = input_ids.expand(max_batch_size, -1)
+                prompt_lengths = prompts.new_ones(len(prompts))
+                response = self._response(prompts, prompt_lengths, stopping_criteria, None, generation_config)
+                return self._decoder(
+                    response, logits_processor, generation_config, mode_kwargs.get("generator"), use_cache
+                )
+
+            return _decode_stream(decoder, requests, self.config.vocab_size, without_gradients)
 
         if (kwargs.get("num_return_sequences") or 1) > 1:
             raise ValueError(
@@ -311,9 +336,7 @@ class D2FGenerationMixin(GenerationMixin):
             input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
         )
         arguments = (response, logits_processor, generation_config)
-        # A tenth faster than `no_grad` with a small model. But parameters that are gathered from other processes in
-        # each forward would become tensors that cannot be trained.
-        with torch.no_grad() if synced_gpus else torch.inference_mode():
+        with self._without_gradients(synced_gpus, [*logits_processor, *stopping_criteria, streamer])():
             if generation_config.decoding == "d2f":
                 num_forward_passes, trace = self._decode_pipelined(
                     *arguments, synced_gpus, generator, use_cache is not False
@@ -327,6 +350,17 @@ class D2FGenerationMixin(GenerationMixin):
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, num_forward_passes, trace, generation_config)
+
+    def _without_gradients(self, synced_gpus: bool, guests: list[object]) -> Callable:
+        """`torch.inference_mode`, in which a small model decodes a tenth faster than in `torch.no_grad`. The latter
+        where tensors made in that mode could outlive decoding: where somebody else's code gets them (`guests`, hooks,
+        which FSDP and DeepSpeed have too), or the model keeps some (rotary frequencies that follow the length)."""
+        is_own = all(guest is None or type(guest).__module__.startswith("transformers.") for guest in guests)
+        keeps_none = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
+        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
+        if synced_gpus or has_hooks or not is_own or not keeps_none:
+            return torch.no_grad
+        return torch.inference_mode
 
     def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
         """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
@@ -568,10 +602,19 @@ class D2FGenerationMixin(GenerationMixin):
     def _compiled_base_model(self, compile_config: CompileConfig | None) -> Callable:
         """The model without its head, compiled; by default as transformers does it. Kept."""
         compile_config = CompileConfig() if compile_config is None else compile_config
-        if getattr(self, "_compiled", (None,))[0] != compile_config:
+        compiled: Callable
+        config, base_model, compiled = getattr(self, "_compiled", (None, None, self.base_model))
+        if config != compile_config or base_model is not self.base_model:
             # The bound method: a compiled module would become a part of the model.
-            self._compiled = (compile_config, torch.compile(self.base_model.__call__, **compile_config.to_dict()))
-        return self._compiled[1]
+            compiled = torch.compile(self.base_model.__call__, **compile_config.to_dict())
+            self._compiled = (compile_config, self.base_model, compiled)
+
+        def call(**inputs):
+            # Torch counts compiled shapes by code, which all models in a process share.
+            with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
+                return compiled(**inputs)
+
+        return call
 
     def _block_size(self, generation_config: D2FGenerationConfig) -> int:
         return self.config.block_size if generation_config.block_size is None else generation_config.block_size
@@ -665,12 +708,18 @@ class D2FGenerationMixin(GenerationMixin):
 
 
 def _decode_stream(
-    decoder: PipelinedDecoder, requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None]
+    make_decoder: Callable[[], PipelinedDecoder],
+    requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None],
+    vocab_size: int,
+    without_gradients: Callable,
 ) -> Iterator[tuple[int, torch.LongTensor]]:
     """The responses to `requests`, as they are finished; see `generate_stream_batch`."""
+    with without_gradients():
+        decoder = make_decoder()
     response = decoder.response
     waiting, number = iter(requests), itertools.count()
     numbers: dict[int, int] = {}  # of the requests that are decoded, by row
+    error: Exception | None = None
     while True:
         # 1. Who comes.
         new: dict[int, tuple[torch.LongTensor, int]] = {}
@@ -679,43 +728,55 @@ def _decode_stream(
                 continue
             try:
                 request = next(waiting)
+                if request is None:
+                    break
+                new[row] = _checked_request(request, response, vocab_size)
+                numbers[row] = next(number)
             except StopIteration:
                 waiting = None
-                continue
-            if request is None:
-                break
-            new[row] = _checked_request(request, response)
-            numbers[row] = next(number)
-        if new:
-            rows = torch.tensor(list(new))
-            prompts, limits = zip(*new.values(), strict=True)
-            response.replace_rows(rows, prompts, torch.tensor(limits))
-            decoder.add_rows(rows)
+            except Exception as exception:  # raised once those that are decoded have their response
+                waiting, error = None, exception
 
         # 2. A step for all.
-        if len(decoder.live) > 0:
-            with torch.inference_mode():
+        with without_gradients():
+            if new:
+                rows = torch.tensor(list(new))
+                prompts, limits = zip(*new.values(), strict=True)
+                response.replace_rows(rows, prompts, torch.tensor(limits))
+                decoder.add_rows(rows)
+            if len(decoder.live) > 0:
                 decoder.step()
-        elif waiting is None:
+        if waiting is None and not numbers:
+            if error is not None:
+                raise error
             return
 
         # 3. Who goes.
         for row in sorted(numbers.keys() - set(decoder.live.tolist())):
-            length = int(response.lengths()[row])
-            tokens = response.tokens(torch.tensor([row]), length)[0]
-            yield numbers.pop(row), tokens.to(response.device)
+            with torch.no_grad():
+                length = int(response.lengths()[row])
+                tokens = response.tokens(torch.tensor([row]), length)[0]
+            yield numbers.pop(row), tokens.clone().to(response.device)
 
 
 def _checked_request(
-    request: torch.LongTensor | tuple[torch.LongTensor, int], response: Response
+    request: torch.LongTensor | tuple[torch.LongTensor, int], response: Response, vocab_size: int
 ) -> tuple[torch.LongTensor, int]:
     prompt, limit = request if isinstance(request, tuple) else (request, response.max_new_tokens)
-    if not isinstance(prompt, torch.Tensor):
-        raise ValueError(f"Each of `requests` must be a tensor of token ids, got {type(prompt).__name__}. Convert it.")
+    if not isinstance(prompt, torch.Tensor) or not isinstance(limit, int):
+        raise ValueError(
+            "Each of `requests` must be a tensor of token ids, or such a tensor and an integer in a tuple, got "
+            f"{type(request).__name__}. Convert it."
+        )
     if prompt.dim() != 1 or not 1 <= len(prompt) <= response.prompt_width:
         raise ValueError(
             f"Each of `requests` must be a prompt of 1 to {response.prompt_width} tokens (`max_prompt_length`), got "
             f"the shape {tuple(prompt.shape)}. Give prompts one by one, without padding."
+        )
+    if not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
+        raise ValueError(
+            f"Each of `requests` must hold ids of the vocabulary (0 .. {vocab_size - 1}), got {int(prompt.min())} to "
+            f"{int(prompt.max())}. Use the model's own tokenizer."
         )
     if not 1 <= limit <= response.max_new_tokens:
         raise ValueError(

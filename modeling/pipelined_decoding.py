@@ -69,10 +69,8 @@ class PipelinedDecoder:
         self.generation_config = generation_config
         self.generator = generator
         self.use_cache = use_cache
-        self.block_size = model.config.block_size
-        if generation_config.block_size is not None:
-            self.block_size = generation_config.block_size
-        self.block_size = min(self.block_size, response.max_new_tokens)  # what a longer one lacks takes memory
+        # What a longer block lacks would only take memory.
+        self.block_size = min(model._block_size(generation_config), response.max_new_tokens)
         self.look_back = int(model.config.right_shift_logits)  # the token before the window predicts its first one
         self.must_wait = any(depends_on_neighbours(processor) for processor in logits_processor)
         self.acceptance_options = generation_config.acceptance_options()
@@ -107,6 +105,7 @@ class PipelinedDecoder:
         is_first = torch.ones_like(rows, dtype=torch.bool)
         is_first[1:] = (
             (prompts[1:] != prompts[:-1]).any(-1)
+            | (response.prompt_lengths[rows[1:]] != response.prompt_lengths[rows[:-1]])
             | (response.limits[rows[1:]] != response.limits[rows[:-1]])
             | (rows[1:] != rows[:-1] + 1)
         )

@@ -157,7 +157,7 @@ class Response:
         for b, decoded in enumerate(prefix_length.tolist()):
             begin = int(self.prompt_lengths[b])
             decoded = min(decoded, int(self.stopped_at[b]))
-            sequence = self.sequences[b : b + 1].to(self.device)
+            sequence = self.sequences[b : b + 1].clone().to(self.device)
             if any(isinstance(c, MaxTimeCriteria) and c(sequence, None).any() for c in self.stopping_criteria):
                 self.stopped_at[b] = decoded  # whether or not there is a new token
             for length in range(self.published[b] + 1, decoded + 1):

@@ -11,6 +11,8 @@ from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from peft import PeftModel
 from transformers import (
     AsyncTextIteratorStreamer,
+    LogitsProcessor,
+    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TextDiffusionStreamer,
@@ -828,3 +830,29 @@ def test_what_generate_returns_can_be_trained_on():
     loss = model(output.sequences, prompt_lengths=torch.tensor([3]), labels=output.sequences).loss
     (loss * output.scores[0].exp().sum() * output.tokens_per_forward[0]).backward()
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+
+
+def test_what_others_keep_of_decoding_can_be_trained_on():
+    """Decoding is in inference mode only where nobody else gets its tensors."""
+    model, prompt = random_model(), torch.tensor([[1, 2, 3]])
+    seen = []
+
+    class GuidedByGradients(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            with torch.enable_grad():
+                scores = scores.clone().requires_grad_()
+                [gradient] = torch.autograd.grad(scores.logsumexp(-1).sum(), scores)
+            seen.append(gradient)
+            return scores.detach() - gradient
+
+    model.generate(prompt, max_new_tokens=4, logits_processor=LogitsProcessorList([GuidedByGradients()]))
+    handle = model.get_output_embeddings().register_forward_hook(lambda _, inputs, output: seen.append(output))
+    model.generate(prompt, max_new_tokens=4)
+    list(model.generate_stream_batch([prompt[0]], 1, 3, max_new_tokens=4))
+    handle.remove()
+    assert len(seen) > 4 and not any(tensor.is_inference() for tensor in seen)
+    dynamic = tiny_model(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=8
+    )
+    dynamic.generate(torch.tensor([[1, 2]]), max_new_tokens=30, eos_token_id=None)
+    assert not any(tensor.is_inference() for tensor in dynamic.buffers())

@@ -99,6 +99,17 @@ def test_rows_with_the_same_prompt_share_its_first_forward(family):
     assert output.num_forward_passes.tolist() == [expected.num_forward_passes[i].item() for i in (0, 0, 1, 0, 1, 1)]
 
 
+def test_a_prompt_that_goes_on_with_masks_is_another_prompt():
+    """A mask token in a prompt is text; once, `[1, 2, MASK]` and `[1, 2]` were taken for the same prompt."""
+    model = eager_model()
+    prompts = [[1, 2, MASK], [1, 2], [1, 2, MASK, MASK], [1]]
+    for side in ("left", "right"):
+        output = model.generate(**pad(prompts, side), **OPTIONS)[:, 4:].tolist()
+        for row, prompt in enumerate(prompts):
+            expected = alone(model, prompt)
+            assert output[row][: len(expected)] == expected
+
+
 def test_returned_sequences_of_one_prompt_are_drawn_apart_behind_one_prefill():
     model = tiny_model()
     shapes = shapes_of(model)
@@ -164,6 +175,33 @@ def test_a_response_comes_as_soon_as_it_is_finished():
     assert next(stream, None) is None
 
 
+def test_a_bad_request_is_an_error_once_the_others_have_their_response():
+    model = eager_model()
+    good = [torch.tensor(prompt) for prompt in random_prompts([4, 3, 4], seed=5)]
+    for bad, message in ((torch.arange(9), "`max_prompt_length`"), (torch.tensor([VOCAB_SIZE]), "vocabulary")):
+        finished = {}
+        with pytest.raises(ValueError, match=message):
+            for number, response in model.generate_stream_batch([*good, bad, good[0]], 2, 4, **OPTIONS):
+                finished[number] = response.tolist()
+        assert finished == {number: alone(model, prompt.tolist()) for number, prompt in enumerate(good)}
+
+    def breaking():
+        yield good[0]
+        raise KeyError("a broken source")
+
+    stream = model.generate_stream_batch(breaking(), 2, 4, **OPTIONS)
+    assert next(stream)[1].tolist() == alone(model, good[0].tolist())
+    with pytest.raises(KeyError, match="a broken source"):
+        next(stream)
+
+
+def test_a_stream_that_is_made_in_inference_mode_can_be_read_outside():
+    model, prompt = eager_model(), random_prompts([4], seed=5)[0]
+    with torch.inference_mode():
+        stream = model.generate_stream_batch([torch.tensor(prompt)], 2, 4, **OPTIONS)
+    assert [response.tolist() for _, response in stream] == [alone(model, prompt)]
+
+
 def test_stopping_criteria_and_seeds_work_where_rows_come_and_go():
     class StopsAtLength(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -207,6 +245,11 @@ def test_stopping_criteria_and_seeds_work_where_rows_come_and_go():
         ([], {"return_dict_in_generate": True}, "`return_dict_in_generate`"),
         ([], {"streamer": TextDiffusionStreamer(None)}, "`streamer`"),
         ([[1, 2]], {}, "`requests`"),
+        ([(torch.tensor([1]), 2.0)], {}, "`requests`"),
+        ([], {"prefix_allowed_tokens_fn": lambda *_: [1]}, "`prefix_allowed_tokens_fn`"),
+        ([], {"forced_eos_token_id": EOS}, "`forced_eos_token_id`"),
+        ([], {"min_length": 8}, "`min_length`"),
+        ([], {"synced_gpus": True}, "`synced_gpus`"),
     ],
     ids=str,
 )
@@ -237,6 +280,24 @@ def test_compiled_steps_decode_the_same_and_compile_nothing_after_warm_up(family
                 expected = model.generate(**inputs, **OPTIONS, **FULL)
                 assert output.sequences.equal(expected.sequences) and output.trace == expected.trace
     assert len(graphs) == num_graphs > 0
+
+
+def test_more_shapes_than_torch_allows_by_default_are_compiled():
+    model = eager_model()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = {"compile_config": CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)}
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default"):
+        for num_rows in (1, 2, 3, 5, 9):
+            inputs = pad(random_prompts([i % 7 + 1 for i in range(num_rows)], seed=num_rows), "left")
+            options = {**OPTIONS, "max_new_tokens": 24}
+            assert model.generate(**inputs, **options, **compiled).equal(model.generate(**inputs, **options))
+    assert len(graphs) > torch._dynamo.config.recompile_limit
 
 
 def test_a_copy_of_a_model_does_not_call_what_was_compiled_for_the_other():
