@@ -17,16 +17,16 @@ What a decoding loop does for each, in steps of *open, forward, predict, accept*
     move or join in between, `credit = credit.select(places, num_new)`. Blocks are counted from the start of the
     response in each step; there may be more or fewer of them than before. `ranking` is not used.
 - **semi_activated_threshold**: one of the options; nothing else.
-- **num_branches**: A prompt has that many rows in each forward but its first: row `b * num_branches + a` is branch a of prompt b.
-  All that is decided before the forward (blocks, activation, window, what the cache keeps) is decided from the tokens
-  that are accepted, so it is the same for all branches; a block that is final is the same in all of them, and so are
-  its keys and values: any branch's will do. From the step before, the loop keeps tokens and probabilities of what it
-  has not accepted.
-  Before the forward: `tried = lookahead_tokens(is_masked, probability, num_branches)` with the masked tokens that have
-  such a prediction and are still in an open block; branch a reads its tokens of `tried[:, a]` in place of masks.
-  After the forward: `winner = best_branch(is_masked, probability)` with the tokens that are masked in each branch and
-  have a prediction, then the loop accepts the winner's tokens of `tried`, keeps the winner's predictions, and goes on
-  with *accept*. The forward counts once for the prompt; `compute_weighted_tokens_per_forward` counts the branches.
+- **num_branches**: A prompt has that many rows in each forward but its first: row `b * num_branches + a` is branch a
+  of prompt b. All that is decided before the forward (blocks, activation, window, what the cache keeps) is decided
+  from the tokens that are accepted, so it is the same for all branches; a block that is final is the same in all of
+  them, and so are its keys and values: any branch's will do. From the step before, the loop keeps tokens and
+  probabilities of what it has not accepted. Before the forward: `tried = lookahead_tokens(is_masked, probability,
+  num_branches)` with the masked tokens that have such a prediction and are still in an open block; branch a reads its
+  tokens of `tried[:, a]` in place of masks. After the forward: `winner = best_branch(is_masked, probability)` with the
+  tokens that are masked in each branch and have a prediction, then the loop accepts the winner's tokens of `tried`,
+  keeps the winner's predictions, and goes on with *accept*. The forward counts once for the prompt;
+  `compute_weighted_tokens_per_forward` counts the branches.
 - **remask_threshold**: The forward gives scores for the decoded tokens of open blocks that are not final too, and
   the loop takes the probability of the token that stands there. After *accept*, whose result cannot be among them:
   `again = tokens_to_mask_again(may_be_masked, probability, was_masked_again, remask_threshold)`; these become masks,
