@@ -55,7 +55,7 @@ reference_models = importlib.import_module("reference_models")
 word_problems = importlib.import_module("word_problems")
 
 D2F, TWIN, VANILLA, DUAL = "D2F", "autoregressive twin", "vanilla", "Fast-dLLM, dual cache"
-TWIN_RATIO = "D2F tokens/s over twin tokens/s, median over problems"
+CAREFUL, CAREFUL_OPTIONS = "D2F at threshold 0.99", {"confidence_threshold": 0.99}
 VANILLA_RATIO = "D2F tokens/s over vanilla tokens/s, median over problems"
 OVERHEAD_BARS = {("5m", 1): 1.25, ("5m", 16): 1.15, ("100m", 1): 1.05, ("100m", 16): 1.05}
 ENGINE_SIZES = ("5m", "100m", "1b", "8b")  # d2f_hf.engine_benchmarking.SIZES
@@ -207,7 +207,7 @@ def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         models = reference_models.load(args.models, args.dtype)
     except FileNotFoundError as error:
         sys.exit(str(error))
-    from d2f_hf.benchmarking import Figure, measure, speed_up
+    from d2f_hf.benchmarking import Figure, System, measure, speed_up
 
     for model in (models.student, models.teacher, models.twin):
         model.to(args.device)
@@ -217,18 +217,26 @@ def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     prompts = [models.prompt(problem.question) for problem in problems]
     problems = problems[: args.problems]
     systems = reference_systems(models, args)
-    pair = {name: systems[name] for name in (D2F, DUAL)}
-    measurements = measure(pair, prompts[: args.problems], progress=bench.progress("D2F and Fast-dLLM"))
-    d2f_score, dual_score = (
-        bench.score([models.text(m.response_ids) for m in of_system], problems) for of_system in measurements.values()
-    )
-    ratio = speed_up(measurements[D2F], measurements[DUAL]).median
-    engine = [
-        Figure(TWIN_RATIO, value[TWIN_RATIO], 4.0),
-        Figure("D2F score less twin score, points", d2f_score - value["twin score, %"], -1.0),
+    fast = {
+        D2F: systems[D2F],
+        CAREFUL: System(models.student, {**systems[D2F].options, **CAREFUL_OPTIONS}),
+        TWIN: systems[TWIN],
+        DUAL: systems[DUAL],
+    }
+    measurements = measure(fast, prompts[: args.problems], progress=bench.progress("D2F, twin, Fast-dLLM"))
+    scores = {
+        name: bench.score([models.text(m.response_ids) for m in of_system], problems)
+        for name, of_system in measurements.items()
+    }
+    engine = []
+    for name, baseline, bar in ((D2F, TWIN, 4.0), (CAREFUL, TWIN, 4.0), (D2F, DUAL, 2.5)):
+        ratio = speed_up(measurements[name], measurements[baseline]).median
+        engine += [
+            Figure(f"{name} tokens/s over {baseline} tokens/s, median over problems", ratio, bar),
+            Figure(f"{name} score less {baseline} score, points", scores[name] - scores[baseline], -1.0),
+        ]
+    engine += [
         Figure(VANILLA_RATIO, value[VANILLA_RATIO], 50.0),
-        Figure(f"D2F tokens/s over {DUAL} tokens/s, median over problems", ratio, 2.5),
-        Figure(f"D2F score less {DUAL} score, points", d2f_score - dual_score, -1.0),
         *student_figures(systems[D2F], prompts, models, args),
         *batch_figures(systems, prompts[: args.batch_problems], models, args),
     ]
@@ -315,13 +323,14 @@ def batch_figures(
 def student_figures(system: Any, prompts: Sequence[Any], models: Any, args: argparse.Namespace) -> list["Figure"]:
     """What the loop adds to the student's forwards, how much of them is masked, and whether rows keep their tokens."""
     from d2f_hf.benchmarking import Figure, System, left_padded, measure_batches
-    from d2f_hf.engine_benchmarking import loop_overhead, masked_share
+    from d2f_hf.engine_benchmarking import gain, loop_overhead, masked_share
 
     figures = []
     pad_token_id = models.tokenizer.pad_token_id
     for size in dict.fromkeys([1, min(16, len(prompts))]):
         batch = left_padded(prompts[:size], pad_token_id)
-        overhead = loop_overhead(system, batch, repetitions=args.repetitions)
+        # A call with one row is short, and noisy.
+        overhead = loop_overhead(system, batch, repetitions=args.repetitions * (8 if size == 1 else 1))
         name = f"student, batch {size}"
         bar = OVERHEAD_BARS.get(("5m", size))
         figures.append(Figure(f"{name}: generate / its forwards alone", overhead.ratio, bar, at_most=True))
@@ -332,6 +341,11 @@ def student_figures(system: Any, prompts: Sequence[Any], models: Any, args: argp
 
     # In bfloat16 rounding depends on the shape of the batch.
     exact = {D2F: System(copy.deepcopy(models.student).float(), system.options)}
+    if args.compile:
+        compiled = System(models.student, {**system.options, "compile_config": CompileConfig()})
+        one = left_padded(prompts[:1], pad_token_id)
+        ratio = gain(compiled, system, one, repetitions=8 * args.repetitions)
+        figures.append(Figure("student, batch 1: tokens/s compiled steps / as it is", ratio))
     answers = measure_batches(exact, prompts[:size], pad_token_id, dict.fromkeys([1, size]), warm_up=0)[D2F]
     alone = [m.response_ids[0] for m in answers[1]]
     same = [row == lone for row, lone in zip(answers[size][0].response_ids, alone, strict=True)]
@@ -364,7 +378,7 @@ def benchmark_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     for size in args.batch_sizes:
         report(f"batch {size}")
         run = scripted_run(model, size, args.tokens_per_forward, **lengths)
-        overhead = loop_overhead(*run, repetitions=args.repetitions)
+        overhead = loop_overhead(*run, repetitions=args.repetitions * (4 if size == 1 else 1))
         name = f"{args.engine}, batch {size}"
         bar = OVERHEAD_BARS.get((args.engine, size))
         share_bar = MASKED_SHARE_BAR if size == 16 else None
