@@ -279,18 +279,19 @@ def print_table(figures: Sequence[Figure]) -> None:
 def markdown_table(reports: Sequence[dict], of_engine: bool = False) -> str:
     """The figures of several runs: their median, and between which values they lie.
 
-    Those of the reference model, or those of the decode engine, which `benchmark_decoding.py --bars` adds to them.
+    Those of the reference model, or those of the decode engine, which `benchmark_decoding.py --bars` adds to them;
+    reports without the latter are left out then.
     """
     lines = ["| | median | lowest to highest | bar | holds |", "| --- | --- | --- | --- | --- |"]
-    for figures in zip(*(report["figures"] for report in reports), strict=True):
+    wanted = [[f for f in report["figures"] if f["name"].startswith(ENGINE) == of_engine] for report in reports]
+    at_most = {name for report in reports for name in report.get("at_most", ())}
+    for figures in zip(*filter(None, wanted), strict=True):
         values = [figure["value"] for figure in figures]
         first = figures[0]
-        if first["name"].startswith(ENGINE) != of_engine:
-            continue
         holds, bar = "", ""
         if first["bar"] is not None:
             holds = "yes" if all(figure["holds"] for figure in figures) else "no"
-            bar = f"{'<=' if first['name'] in reports[0].get('at_most', ()) else '>='} {first['bar']:g}"
+            bar = f"{'<=' if first['name'] in at_most else '>='} {first['bar']:g}"
         spread = f"{min(values):.2f} to {max(values):.2f}"
         lines.append(f"| {first['name']} | {statistics.median(values):.2f} | {spread} | {bar} | {holds} |")
     return "\n".join(lines)
