@@ -159,19 +159,24 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Report and student of the reference task."""
+def load_task(args: argparse.Namespace) -> tuple[Any, Sequence[Any], list[Any]]:
+    """The models on their device, the problems to score, and prompts: of these, and as many as the batches need."""
     try:
         models = reference_models.load(args.models, args.dtype)
     except FileNotFoundError as error:
         sys.exit(str(error))
-    from d2f_hf.benchmarking import Figure, measure, measure_stages, speed_up
-
     for model in (models.student, models.teacher, models.twin):
         model.to(args.device)
     problems = word_problems.make_problems("test", max(args.problems, args.batch_problems), args.seed)
     prompts = [models.prompt(problem.question) for problem in problems]
-    problems = problems[: args.problems]
+    return models, problems[: args.problems], prompts
+
+
+def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Report and student of the reference task."""
+    models, problems, prompts = load_task(args)
+    from d2f_hf.benchmarking import Figure, measure, measure_stages, speed_up
+
     systems = reference_systems(models, args)
     measurements = measure(systems, prompts[: args.problems], progress=bench.progress("all systems"))
     stages = measure_stages(
@@ -203,19 +208,11 @@ def benchmark_bars(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
             *("--seed", str(args.seed), "--dtype", args.dtype, "--models", str(args.models)),
         ]
     )
-    try:
-        models = reference_models.load(args.models, args.dtype)
-    except FileNotFoundError as error:
-        sys.exit(str(error))
+    models, problems, prompts = load_task(args)
     from d2f_hf.benchmarking import Figure, System, measure, speed_up
 
-    for model in (models.student, models.teacher, models.twin):
-        model.to(args.device)
     figures = [Figure(figure.name, figure.value, figure.bar) for figure in bench.benchmark(models, reference)]
     value = {figure.name: figure.value for figure in figures}
-    problems = word_problems.make_problems("test", max(args.problems, args.batch_problems), args.seed)
-    prompts = [models.prompt(problem.question) for problem in problems]
-    problems = problems[: args.problems]
     systems = reference_systems(models, args)
     fast = {
         D2F: systems[D2F],

@@ -67,7 +67,7 @@ def load_d2f_model(
 
     Two things are not in the files. The block size that an adapter was trained with: pass `block_size` if it is not
     32. And the token that ends an answer, where it is not the one that ends a text: for LLaDA-Instruct pass
-    `eos_token_id=[126081, 126348]`.
+    as `eos_token_id` the ids of both, its EOS and `<|eot_id|>`.
 
     Args:
         base (`str` or `os.PathLike`): Folder or Hub id of a LLaDA, LLaDA-1.5, Dream, Dream-Coder or DiffuCoder, or of
