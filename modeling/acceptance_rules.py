@@ -203,9 +203,9 @@ def credited_probability(
     """Probabilities raised by what the same predictions earned in earlier steps (CreditDecoding, arXiv 2510.06133).
 
     A token that a position predicts with probability p has the credit
-    `C = credit_decay * C_before + p ** credit_exponent`. Its logit is raised by `credit_strength * log(1 + C)`, so that
-    its probability becomes `p * g / (1 + p * (g - 1))` with `g = (1 + C) ** credit_strength`. What stays the prediction
-    passes the confidence threshold earlier.
+    `C = credit_decay * C_before + p ** credit_exponent`. Its logit is raised by `credit_strength * log(1 + C)`, so
+    that its probability becomes `p * g / (1 + p * (g - 1))` with `g = (1 + C) ** credit_strength`. What stays the
+    prediction passes the confidence threshold earlier.
 
     Departure: the paper keeps the credit of the whole vocabulary for each position. Here only that of the prediction
     is kept, and another prediction starts from 0. So the raised token is always the predicted one.
