@@ -327,9 +327,8 @@ class D2FGenerationMixin(GenerationMixin):
                     logger.warning_once(f"`{name}` has no effect without `return_dict_in_generate=True`.")
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
-        response = self._response(
-            input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
-        )
+        prompts = input_ids.gather(1, order)
+        response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config, input_ids)
         sampler = self.sampler_class(generation_config, logits_processor, generator)
         decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
         somebody_goes_on = functools.partial(
@@ -384,17 +383,24 @@ class D2FGenerationMixin(GenerationMixin):
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         generation_config: D2FGenerationConfig,
+        input_ids: torch.LongTensor | None = None,
     ) -> Response:
-        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens."""
+        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens.
+
+        `input_ids` `(B, P)` are the same prompts with their padding.
+        """
+        pad_token_id = generation_config._pad_token_tensor
         return Response(
             prompts=prompts,
             prompt_lengths=prompt_lengths,
+            input_ids=input_ids,
             max_new_tokens=generation_config.max_length - prompts.shape[1],
             min_new_tokens=(generation_config.min_length or 0) - prompts.shape[1],
             mask_token_id=self.config.mask_token_id,
             eos_token_ids=generation_config._eos_token_tensor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
+            pad_token_id=None if pad_token_id is None else int(pad_token_id),
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
         )
 
@@ -425,7 +431,8 @@ class D2FGenerationMixin(GenerationMixin):
 def _refuse_left_to_right(sampler: Sampler, option: str, instead: str) -> None:
     if sampler.left_to_right:
         raise ValueError(
-            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
-            f"tokens need the tokens right before the chosen one, which {option} may decode later. Leave them out, or "
-            f"{instead}."
+            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size`, `bad_words_ids` or `sequence_bias` of several tokens "
+            "and processors of your own need the tokens right before the chosen one, which "
+            f"{option} may decode later. Leave them out, or {instead}. On a processor of your own that does not need "
+            "them, set `depends_on_previous_tokens = False`."
         )

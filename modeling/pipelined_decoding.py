@@ -209,8 +209,7 @@ class PipelinedDecoder:
         if config.remask_threshold:
             self._remask(~has_prediction[row, index], row, index, response_row, prediction.probability)
         if response.has_listeners:
-            shown = torch.zeros_like(response.limits).index_copy_(0, self.live, end - self.prompt_lengths)
-            response.publish(shown, block_size if config.remask_threshold else 1)
+            response.publish(end - self.prompt_lengths, block_size if config.remask_threshold else 1, self.live)
 
         # 5. Who is left.
         self._refresh()
@@ -227,7 +226,7 @@ class PipelinedDecoder:
         length = min((int(self.num_opened.max()) + 1) * self.block_size, response.max_new_tokens)
         position = torch.arange(length, device="cpu")
         tokens = response.sequences[self.live[:, None], self.prompt_lengths[:, None] + position]
-        self.first_eos = torch.where(response.is_eos(tokens), position, self.limits[:, None]).amin(-1)
+        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, self.limits[:, None]).amin(-1)
         self.is_masked = tokens == response.mask_token_id
 
     def _forward(
