@@ -10,6 +10,7 @@ import torch
 from transformers.generation import (
     EosTokenCriteria,
     ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -20,14 +21,26 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
+from transformers.utils import TransformersKwargs, logging
 
 from .decoding_loop import DecodingLoop, run_to_the_end
 from .fast_dllm_decoding import FastDLLMDecoder
+from .generate_arguments import (
+    check_generation_config,
+    check_prompts,
+    check_special_tokens,
+    input_device,
+    num_embeddings,
+    refuse_adapters_of_rows,
+    refuse_unread_inputs,
+    remove_adapter_hooks,
+)
 from .generation_config_d2f import (
-    WITHOUT_MEANING_IN,
+    OPTIONS,
     D2FGenerationConfig,
     D2FGenerationOutput,
+    check_values,
+    parameters_not_used_by,
     parameters_of_other_rules,
 )
 from .lookahead_decoding import LookAheadDecoder
@@ -40,7 +53,14 @@ from .vanilla_decoding import VanillaDecoder
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
+# Arguments of other calls, with the way out.
+_NOT_OF_GENERATE = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "Pass it to `from_pretrained`, or call `model.to(dtype)`."),
+    **dict.fromkeys(("variant", "device_map"), "Pass it to `from_pretrained`."),
+    "device": "Call `model.to(device)`.",
+    "seed": "Pass `generator=torch.Generator(device).manual_seed(seed)`, or call `torch.manual_seed(seed)`.",
+    "adapter_names": "A peft model takes it, as `PeftModel.generate(adapter_names=...)`.",
+}
 
 
 class D2FGenerationMixin(GenerationMixin):
@@ -67,59 +87,100 @@ class D2FGenerationMixin(GenerationMixin):
             config._original_object_hash = hash(config)
             self.generation_config = config
 
+    def generate(self, inputs=None, generation_config=None, *args, **kwargs):
+        """transformers' `generate`, for prompts `(B, P)` of any integer type on any device.
+
+        The options are those of `generation_config_class`, each of which can be given as a keyword. What cannot be
+        decoded is refused before the first forward.
+
+        Returns:
+            `torch.LongTensor` of shape `(B, P + T)`, or with `return_dict_in_generate=True` [`D2FGenerationOutput`].
+
+        Raises:
+            ValueError: for prompts, options or adapters that are not supported.
+        """
+        if isinstance(kwargs.get("custom_generate"), str):  # somebody else's decoding
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        check_generation_config("model.generation_config", self.generation_config)
+        if generation_config is not None:
+            check_generation_config("generation_config", generation_config)
+        if inputs is not None and kwargs.get("input_ids") is not None:
+            raise ValueError(
+                "`inputs` and `input_ids` are two names of one argument, got both. Leave one of them out."
+            )
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("`inputs_embeds` is not supported: prompts are read as ids. Pass `input_ids` instead.")
+        try:
+            refuse_unread_inputs(self)
+            device, given = input_device(self), kwargs.pop("input_ids", None) if inputs is None else inputs
+            if given is not None:
+                attention_mask = kwargs.get("attention_mask")
+                check_prompts(given, attention_mask, num_embeddings(self))
+                inputs = given.to(device=device, dtype=torch.long)
+                if attention_mask is not None:
+                    kwargs["attention_mask"] = attention_mask.to(device=device, dtype=torch.long)
+            output = super().generate(inputs, generation_config, *args, **kwargs)
+        except BaseException:
+            remove_adapter_hooks(self)
+            raise
+        if given is not None and given.device != device:  # the caller gets tokens where the prompts are
+            if isinstance(output, torch.Tensor):
+                return output.to(given.device)
+            if isinstance(output, D2FGenerationOutput):
+                output.sequences = output.sequences.to(given.device)
+        return output
+
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
-        given = (generation_config, self.generation_config)
+        own = self.generation_config
+        for config in (own, generation_config):
+            check_values({} if config is None else vars(config))
+        check_values(kwargs)
+        given = (generation_config, own)
         no_length = all(c is None or (c.max_length is None and c.max_new_tokens is None) for c in given)
         no_length = no_length and kwargs.get("max_length") is None and kwargs.get("max_new_tokens") is None
         if generation_config is not None:
-            known = vars(self.generation_config_class())
-            for name, value in vars(generation_config).items():
-                if name not in known and not name.startswith("_") and value is not None:
-                    raise ValueError(
-                        f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is "
-                        "none. Check the spelling, or leave it out."
-                    )
-        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+            generation_config = self._as_plain_config(generation_config)
+        # The base class fills in what the model's own config says. It knows plain configs, whose options may be
+        # those of another decoding until the last word is said.
+        plain, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        config = self.generation_config_class()
+        vars(config).update({name: value for name, value in vars(plain).items() if name != "_from_model_config"})
+        for name in OPTIONS.keys() & model_kwargs.keys():
+            setattr(config, name, model_kwargs.pop(name))
         # What the model's own generation config says for another mode is no argument of this call.
-        ignored = list(WITHOUT_MEANING_IN.get(config.decoding or "d2f", ()))
-        ignored += parameters_of_other_rules(config.acceptance_rule)
-        threshold = kwargs.get("confidence_threshold")
-        of_this_mode = self.generation_config.decoding == config.decoding
-        if config.decoding == "fast_dllm" and (threshold is not None or not of_this_mode):
+        decoding = config.decoding or "d2f"
+        ignored = [*parameters_not_used_by(decoding), *parameters_of_other_rules(config.acceptance_rule)]
+        of_this_mode = (getattr(own, "decoding", None) or "d2f") == decoding
+        if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
             ignored.append("steps")
         for name in ignored:
             if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
                 setattr(config, name, None)
-        if not isinstance(config, self.generation_config_class):
-            values = {name: value for name, value in vars(config).items() if name != "_from_model_config"}
-            config = self.generation_config_class()
-            vars(config).update(values)
-        config.with_defaults()
+        config.with_defaults().refuse_keywords(kwargs)
         if config.block_size is None:
             config.block_size = self.config.block_size
-        # As keywords only: in a config they may be the values of D2F, which it has by default.
-        refused = () if config.decoding == "d2f" else D2F_ONLY
-        if config.decoding == "vanilla":
-            refused += ("confidence_threshold",)
-        for name in refused:
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` (got {kwargs[name]!r}) has no meaning with decoding={config.decoding!r}. Leave it out, "
-                    "or take decoding='d2f'."
-                )
-        if threshold is not None and config.acceptance_rule in ("entropy_bound", "factor"):
-            raise ValueError(
-                f"`confidence_threshold` (got {threshold!r}) has no meaning with acceptance_rule="
-                f"{config.acceptance_rule!r}, which has a parameter of its own. Leave one of them out."
-            )
-        if config.decoding == "fast_dllm" and config.steps is not None and threshold is not None:
-            raise ValueError(
-                f"`confidence_threshold` (got {threshold!r}) has no meaning with `steps` (got {config.steps}), which "
-                "fix how many tokens each step accepts. Leave one of them out."
-            )
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
+
+    def _as_plain_config(self, generation_config: GenerationConfig) -> GenerationConfig:
+        """A `GenerationConfig` with the values of one of any class."""
+        known = vars(self.generation_config_class()).keys() | vars(self.generation_config).keys()
+        is_from_file = getattr(generation_config, "_original_object_hash", None) is not None
+        for name, value in vars(generation_config).items():
+            if name in known or name.startswith("_") or value is None:
+                continue
+            if not is_from_file:
+                raise ValueError(
+                    f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is "
+                    "none. Check the spelling, or leave it out."
+                )
+            logger.warning_once(
+                f"`{name}` of the generation config that was loaded is unknown here and has no effect."
+            )
+        plain = GenerationConfig()
+        vars(plain).update(vars(generation_config))
+        return plain
 
     def _extract_generation_mode_kwargs(self, custom_generate, kwargs, *args, **others):
         generator = kwargs.pop("generator", None)
@@ -176,18 +237,18 @@ class D2FGenerationMixin(GenerationMixin):
         super()._validate_generation_mode(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs):
-        for name in ("position_ids", "prompt_lengths", "labels", "logits_to_keep"):
-            if model_kwargs.get(name) is not None:
+        for name, value in model_kwargs.items():
+            if value is None:
+                continue
+            if name in ("position_ids", "prompt_lengths", "labels", "logits_to_keep"):
                 raise ValueError(
                     f"`{name}` is decided by `generate` and cannot be passed to it. Leave it out; `attention_mask` "
                     "says what is padding."
                 )
-        attention_mask = model_kwargs.get("attention_mask")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(
-                "`attention_mask` must have the shape (B, P) of the prompts, but it has "
-                f"{tuple(attention_mask.shape)}."
-            )
+            if name in _NOT_OF_GENERATE:
+                raise ValueError(f"`{name}` is not an argument of `generate`. {_NOT_OF_GENERATE[name]}")
+            if name in TransformersKwargs.__optional_keys__ and value is not False:
+                raise ValueError(f"`{name}` (got {value!r}) is not supported by `generate`. Leave it out.")
         super()._validate_model_kwargs(model_kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -276,7 +337,7 @@ class D2FGenerationMixin(GenerationMixin):
                 "go. Give a prompt several times: those next to each other share their first forward."
             )
         # transformers prepares what it prepares for any prompt.
-        prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device=self.device)
+        prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device="cpu")
         return self.generate(prompt, custom_generate=decode, attention_mask=torch.ones_like(prompt), **kwargs)
 
     def _sample(
@@ -293,24 +354,9 @@ class D2FGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> torch.LongTensor | D2FGenerationOutput:
         """What `generate` calls for greedy search and sampling once its inputs are prepared."""
-        if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`input_ids` must hold at least one prompt token, got none (`inputs_embeds` cannot take their place). "
-                "Start an empty prompt with the BOS token."
-            )
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, but it has "
-                f"{tuple(attention_mask.shape)}. It says which of the prompt's tokens are padding."
-            )
-        input_ids = input_ids.long()
+        refuse_adapters_of_rows(self, generation_config.decoding, len(input_ids))
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         prompt_lengths = is_token.sum(-1)
-        if (prompt_lengths == 0).any():
-            raise ValueError(
-                "`attention_mask` must leave at least one prompt token in each row, but a row has none. "
-                "Start an empty prompt with the BOS token."
-            )
         self._check_limits(generation_config, int(prompt_lengths.max()), input_ids.shape[1])
         if len(input_ids) > 1 and generation_config._pad_token_tensor is None and len(stopping_criteria) > 0:
             raise ValueError(
@@ -327,9 +373,8 @@ class D2FGenerationMixin(GenerationMixin):
                     logger.warning_once(f"`{name}` has no effect without `return_dict_in_generate=True`.")
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
-        response = self._response(
-            input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
-        )
+        prompts = input_ids.where(is_token, self.config.mask_token_id).gather(1, order)  # padding may be of any ids
+        response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config)
         sampler = self.sampler_class(generation_config, logits_processor, generator)
         decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
         somebody_goes_on = functools.partial(
@@ -354,16 +399,12 @@ class D2FGenerationMixin(GenerationMixin):
 
     def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
         """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
-        if self.config.mask_token_id is None:
-            raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
-        eos_token_ids = generation_config._eos_token_tensor
-        if eos_token_ids is not None:
-            for token_id in eos_token_ids.tolist():
-                if token_id == self.config.mask_token_id or not 0 <= token_id < self.config.vocab_size:
-                    raise ValueError(
-                        f"`eos_token_id` must be an id of the vocabulary (0 .. {self.config.vocab_size - 1}) other "
-                        f"than the mask token's ({self.config.mask_token_id}), got {token_id}."
-                    )
+        eos_token_ids, pad_token_id = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+        check_special_tokens(
+            self,
+            [] if eos_token_ids is None else eos_token_ids.tolist(),
+            None if pad_token_id is None else int(pad_token_id),
+        )
         positions = self.config.max_position_embeddings
         if longest_prompt >= positions:
             raise ValueError(
