@@ -5,13 +5,30 @@ The options are checked in `generation_config_d2f.py`.
 
 # B batch, P prompt tokens
 
+import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.utils import TransformersKwargs, logging
+
+from .generation_config_d2f import OPTIONS, D2FGenerationConfig
+
+logger = logging.get_logger(__name__)
+
+# Arguments that `forward` has and `generate` decides.
+_OF_FORWARD = ("position_ids", "prompt_lengths", "labels", "logits_to_keep")
+# Arguments of other calls, with the way out.
+_OF_OTHER_CALLS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "Pass it to `from_pretrained`, or call `model.to(dtype)`."),
+    **dict.fromkeys(("variant", "device_map"), "Pass it to `from_pretrained`."),
+    "device": "Call `model.to(device)`.",
+    "seed": "Pass `generator=torch.Generator(device).manual_seed(seed)`, or call `torch.manual_seed(seed)`.",
+    "adapter_names": "A peft model takes it, as `PeftModel.generate(adapter_names=...)`.",
+}
 
 
 def check_generation_config(name: str, config: Any) -> None:
@@ -21,6 +38,52 @@ def check_generation_config(name: str, config: Any) -> None:
             f"`{name}` must be a `GenerationConfig` or `D2FGenerationConfig`, got {type(config).__name__}. "
             "`GenerationConfig.from_model_config(model.config)` makes one, `GenerationConfig(**values)` takes a dict."
         )
+
+
+def as_plain_config(
+    config: GenerationConfig, of_model: GenerationConfig, config_class: type[D2FGenerationConfig]
+) -> GenerationConfig:
+    """A `GenerationConfig` with the values of `config`, which may be of any class and version.
+
+    What neither `config_class` nor the config of the model knows is a slip of the pen, unless it comes from a file.
+    """
+    known = vars(config_class()).keys() | vars(of_model).keys()
+    is_from_file = getattr(config, "_original_object_hash", None) is not None
+    for name, value in vars(config).items():
+        if name in known or name.startswith("_") or value is None:
+            continue
+        if not is_from_file:
+            raise ValueError(
+                f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is none."
+                f"{_did_you_mean(name)} Check the spelling, or leave it out."
+            )
+        logger.warning_once(f"`{name}` of the generation config that was loaded is unknown here and has no effect.")
+    plain = GenerationConfig()
+    vars(plain).update(vars(config))
+    return plain
+
+
+def check_model_kwargs(model_kwargs: Mapping[str, Any]) -> None:
+    """Refuses what is no option, and which no decoding loop reads."""
+    for name, value in model_kwargs.items():
+        if value is None:
+            continue
+        if name in _OF_FORWARD:
+            raise ValueError(
+                f"`{name}` is decided by `generate` and cannot be passed to it. Leave it out; `attention_mask` says "
+                "what is padding."
+            )
+        if name in _OF_OTHER_CALLS:
+            raise ValueError(f"`{name}` is not an argument of `generate`. {_OF_OTHER_CALLS[name]}")
+        if name in TransformersKwargs.__optional_keys__ and value is not False:
+            raise ValueError(f"`{name}` (got {value!r}) is not supported by `generate`. Leave it out.")
+        if suggestion := _did_you_mean(name):
+            raise ValueError(f"`{name}` is not an argument of `generate`.{suggestion}")
+
+
+def _did_you_mean(name: str) -> str:
+    options = OPTIONS.keys() | vars(GenerationConfig()).keys()
+    return "".join(f" Did you mean `{match}`?" for match in difflib.get_close_matches(name, options, n=1, cutoff=0.8))
 
 
 def check_prompts(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
@@ -86,8 +149,8 @@ def _check_attention_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_special_tokens(model: Any, eos_token_ids: list[int], pad_token_id: int | None) -> None:
-    """Refuses special tokens that the model's vocabulary does not have."""
+def check_limits(model: Any, config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
+    """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
     mask_token_id, size = model.config.mask_token_id, num_embeddings(model)
     if mask_token_id is None:
         raise ValueError(
@@ -100,16 +163,29 @@ def check_special_tokens(model: Any, eos_token_ids: list[int], pad_token_id: int
             f"`config.mask_token_id` must be an id of the vocabulary (0 .. {min(size, num_logits) - 1}), but it is "
             f"{mask_token_id}. Keep the mask token when embeddings are resized, or set the id that it has now."
         )
-    for token_id in eos_token_ids:
+    for token_id in [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist():
         if token_id == mask_token_id or not 0 <= token_id < size:
             raise ValueError(
                 f"`eos_token_id` must be an id of the vocabulary (0 .. {size - 1}) other than the mask token's "
                 f"({mask_token_id}), got {token_id}. `eos_token_id=None` decodes up to the limit."
             )
-    if pad_token_id is not None and not 0 <= pad_token_id < size:
+    pad_token_id = config._pad_token_tensor
+    if pad_token_id is not None and not 0 <= int(pad_token_id) < size:
         raise ValueError(
-            f"`pad_token_id` must be an id of the vocabulary (0 .. {size - 1}), got {pad_token_id}. The EOS token is "
-            "a usual choice."
+            f"`pad_token_id` must be an id of the vocabulary (0 .. {size - 1}), got {int(pad_token_id)}. The EOS "
+            "token is a usual choice."
+        )
+    positions = model.config.max_position_embeddings
+    if longest_prompt >= positions:
+        raise ValueError(
+            f"`input_ids` must leave room for a response in the model's {positions} positions, but a prompt has "
+            f"{longest_prompt} tokens. Shorten it."
+        )
+    longest = longest_prompt + config.max_length - prompt_width
+    if longest > positions:
+        logger.warning_once(
+            f"Prompt and response may reach {longest} tokens, more than the {positions} positions that the model was "
+            "made for. Set a smaller `max_new_tokens`."
         )
 
 

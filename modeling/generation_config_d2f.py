@@ -328,6 +328,20 @@ class D2FGenerationConfig(GenerationConfig):
         return {k: v for k, v in super().to_diff_dict().items() if k not in OPTIONS or v is not None}
 
     @classmethod
+    def from_file_of_any_version(cls, config: GenerationConfig) -> "D2FGenerationConfig":
+        """What a file says, which the base class has read, with the paper's values where it says nothing.
+
+        It is checked by `generate`, which leaves out what the call has no use for.
+        """
+        loaded = cls()
+        vars(loaded).update(vars(config))
+        for name, option in OPTIONS.items():
+            if getattr(loaded, name) is None:
+                setattr(loaded, name, option.default)
+        loaded._original_object_hash = hash(loaded)
+        return loaded
+
+    @classmethod
     def from_model_config(cls, model_config) -> "D2FGenerationConfig":
         """The config of a model that has none yet: its special tokens, and D2F decoding with the paper's values."""
         config = cls.from_dict(GenerationConfig.from_model_config(model_config).to_dict()).with_defaults()
@@ -388,6 +402,12 @@ _OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
     "cache_config": Option(_left_out()),
 }
 
+# Of these, what changes nothing where there are no beams and no encoder. A model's own config may have it.
+_OF_BEAMS_AND_ENCODERS = (
+    "early_stopping length_penalty num_beam_groups diversity_penalty low_memory is_assistant cache_config "
+    "prefill_chunk_size decoder_start_token_id encoder_repetition_penalty encoder_no_repeat_ngram_size"
+).split()
+
 
 def check_values(values: Mapping[str, Any]) -> None:
     """Refuses `values` of parameters, by name, that are not what they must be, whatever the others are."""
@@ -411,7 +431,8 @@ def parameters_of_other_rules(acceptance_rule: str | None) -> tuple[str, ...]:
 def parameters_not_used_by(decoding: str) -> tuple[str, ...]:
     """The parameters without a default that this `decoding` does not use."""
     options = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}
-    return tuple(name for name, o in options.items() if o.default is None and decoding in o.not_used_by)
+    not_used = (name for name, o in options.items() if o.default is None and decoding in o.not_used_by)
+    return (*not_used, *_OF_BEAMS_AND_ENCODERS)
 
 
 @dataclass

@@ -10,7 +10,6 @@ import torch
 from transformers.generation import (
     EosTokenCriteria,
     ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -21,14 +20,16 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import logging
 
 from .decoding_loop import DecodingLoop, run_to_the_end
 from .fast_dllm_decoding import FastDLLMDecoder
 from .generate_arguments import (
+    as_plain_config,
     check_generation_config,
+    check_limits,
+    check_model_kwargs,
     check_prompts,
-    check_special_tokens,
     input_device,
     num_embeddings,
     refuse_adapters_of_rows,
@@ -53,14 +54,6 @@ from .vanilla_decoding import VanillaDecoder
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-# Arguments of other calls, with the way out.
-_NOT_OF_GENERATE = {
-    **dict.fromkeys(("dtype", "torch_dtype"), "Pass it to `from_pretrained`, or call `model.to(dtype)`."),
-    **dict.fromkeys(("variant", "device_map"), "Pass it to `from_pretrained`."),
-    "device": "Call `model.to(device)`.",
-    "seed": "Pass `generator=torch.Generator(device).manual_seed(seed)`, or call `torch.manual_seed(seed)`.",
-    "adapter_names": "A peft model takes it, as `PeftModel.generate(adapter_names=...)`.",
-}
 
 
 class D2FGenerationMixin(GenerationMixin):
@@ -76,16 +69,12 @@ class D2FGenerationMixin(GenerationMixin):
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
         # The base class loads generation_config.json as a plain GenerationConfig.
-        if generation_config is not None:
-            generation_config = self.generation_config_class.from_dict(generation_config.to_dict())
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if getattr(self.generation_config, "_from_model_config", False):
             # There is no generation_config.json, and the base class has taken what it knows from config.json.
             self.generation_config = self.generation_config_class.from_model_config(self.config)
-        elif not isinstance(self.generation_config, self.generation_config_class):
-            config = self.generation_config_class.from_dict(self.generation_config.to_dict()).with_defaults()
-            config._original_object_hash = hash(config)
-            self.generation_config = config
+        else:
+            self.generation_config = self.generation_config_class.from_file_of_any_version(self.generation_config)
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
         """transformers' `generate`, for prompts `(B, P)` of any integer type on any device.
@@ -101,16 +90,14 @@ class D2FGenerationMixin(GenerationMixin):
         """
         if isinstance(kwargs.get("custom_generate"), str):  # somebody else's decoding
             return super().generate(inputs, generation_config, *args, **kwargs)
-        check_generation_config("model.generation_config", self.generation_config)
-        if generation_config is not None:
-            check_generation_config("generation_config", generation_config)
-        if inputs is not None and kwargs.get("input_ids") is not None:
-            raise ValueError(
-                "`inputs` and `input_ids` are two names of one argument, got both. Leave one of them out."
-            )
-        if kwargs.get("inputs_embeds") is not None:
-            raise ValueError("`inputs_embeds` is not supported: prompts are read as ids. Pass `input_ids` instead.")
         try:
+            check_generation_config("model.generation_config", self.generation_config)
+            if generation_config is not None:
+                check_generation_config("generation_config", generation_config)
+            if inputs is not None and kwargs.get("input_ids") is not None:
+                raise ValueError("`inputs` and `input_ids` are two names of one argument, got both. Leave one out.")
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError("`inputs_embeds` is not supported: prompts are read as ids. Pass `input_ids`.")
             refuse_unread_inputs(self)
             device, given = input_device(self), kwargs.pop("input_ids", None) if inputs is None else inputs
             if given is not None:
@@ -131,15 +118,23 @@ class D2FGenerationMixin(GenerationMixin):
         return output
 
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
-        own = self.generation_config
-        for config in (own, generation_config):
-            check_values({} if config is None else vars(config))
-        check_values(kwargs)
-        given = (generation_config, own)
-        no_length = all(c is None or (c.max_length is None and c.max_new_tokens is None) for c in given)
-        no_length = no_length and kwargs.get("max_length") is None and kwargs.get("max_new_tokens") is None
+        own, given = self.generation_config, kwargs
         if generation_config is not None:
-            generation_config = self._as_plain_config(generation_config)
+            generation_config = as_plain_config(generation_config, own, self.generation_config_class)
+            values = {name: value for name, value in vars(generation_config).items() if value is not None}
+            given = {**values, **{name: value for name, value in kwargs.items() if value is not None}}
+        decoding = given.get("decoding") or getattr(own, "decoding", None) or "d2f"
+        rule = given.get("acceptance_rule") or getattr(own, "acceptance_rule", None)
+        # What the model's own generation config says for another mode is no argument of this call.
+        ignored = {*parameters_not_used_by(decoding), *parameters_of_other_rules(rule)}
+        of_this_mode = (getattr(own, "decoding", None) or "d2f") == decoding
+        if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
+            ignored.add("steps")
+        check_values({name: value for name, value in vars(own).items() if name not in ignored})
+        check_values(given)
+        no_length = not any(
+            value is not None for c in (given, vars(own)) for value in (c.get("max_length"), c.get("max_new_tokens"))
+        )
         # The base class fills in what the model's own config says. It knows plain configs, whose options may be
         # those of another decoding until the last word is said.
         plain, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
@@ -147,14 +142,8 @@ class D2FGenerationMixin(GenerationMixin):
         vars(config).update({name: value for name, value in vars(plain).items() if name != "_from_model_config"})
         for name in OPTIONS.keys() & model_kwargs.keys():
             setattr(config, name, model_kwargs.pop(name))
-        # What the model's own generation config says for another mode is no argument of this call.
-        decoding = config.decoding or "d2f"
-        ignored = [*parameters_not_used_by(decoding), *parameters_of_other_rules(config.acceptance_rule)]
-        of_this_mode = (getattr(own, "decoding", None) or "d2f") == decoding
-        if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
-            ignored.append("steps")
         for name in ignored:
-            if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
+            if given.get(name) is None:
                 setattr(config, name, None)
         config.with_defaults().refuse_keywords(kwargs)
         if config.block_size is None:
@@ -162,25 +151,6 @@ class D2FGenerationMixin(GenerationMixin):
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
-
-    def _as_plain_config(self, generation_config: GenerationConfig) -> GenerationConfig:
-        """A `GenerationConfig` with the values of one of any class."""
-        known = vars(self.generation_config_class()).keys() | vars(self.generation_config).keys()
-        is_from_file = getattr(generation_config, "_original_object_hash", None) is not None
-        for name, value in vars(generation_config).items():
-            if name in known or name.startswith("_") or value is None:
-                continue
-            if not is_from_file:
-                raise ValueError(
-                    f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is "
-                    "none. Check the spelling, or leave it out."
-                )
-            logger.warning_once(
-                f"`{name}` of the generation config that was loaded is unknown here and has no effect."
-            )
-        plain = GenerationConfig()
-        vars(plain).update(vars(generation_config))
-        return plain
 
     def _extract_generation_mode_kwargs(self, custom_generate, kwargs, *args, **others):
         generator = kwargs.pop("generator", None)
@@ -237,18 +207,7 @@ class D2FGenerationMixin(GenerationMixin):
         super()._validate_generation_mode(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs):
-        for name, value in model_kwargs.items():
-            if value is None:
-                continue
-            if name in ("position_ids", "prompt_lengths", "labels", "logits_to_keep"):
-                raise ValueError(
-                    f"`{name}` is decided by `generate` and cannot be passed to it. Leave it out; `attention_mask` "
-                    "says what is padding."
-                )
-            if name in _NOT_OF_GENERATE:
-                raise ValueError(f"`{name}` is not an argument of `generate`. {_NOT_OF_GENERATE[name]}")
-            if name in TransformersKwargs.__optional_keys__ and value is not False:
-                raise ValueError(f"`{name}` (got {value!r}) is not supported by `generate`. Leave it out.")
+        check_model_kwargs(model_kwargs)
         super()._validate_model_kwargs(model_kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -307,7 +266,7 @@ class D2FGenerationMixin(GenerationMixin):
             for name in ("output_scores", "output_logits", "output_trace", "return_dict_in_generate"):
                 if getattr(generation_config, name):
                     raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
-            self._check_limits(generation_config, max_prompt_length, max_prompt_length)
+            check_limits(self, generation_config, max_prompt_length, max_prompt_length)
             for processor in logits_processor:
                 if isinstance(processor, (PrefixConstrainedLogitsProcessor, ForcedEOSTokenLogitsProcessor)):
                     raise ValueError(
@@ -357,7 +316,7 @@ class D2FGenerationMixin(GenerationMixin):
         refuse_adapters_of_rows(self, generation_config.decoding, len(input_ids))
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         prompt_lengths = is_token.sum(-1)
-        self._check_limits(generation_config, int(prompt_lengths.max()), input_ids.shape[1])
+        check_limits(self, generation_config, int(prompt_lengths.max()), input_ids.shape[1])
         if len(input_ids) > 1 and generation_config._pad_token_tensor is None and len(stopping_criteria) > 0:
             raise ValueError(
                 "`pad_token_id` must be set for a batch with stopping criteria, which may end its rows at different "
@@ -396,27 +355,6 @@ class D2FGenerationMixin(GenerationMixin):
         if synced_gpus or has_hooks or not is_own or not keeps_none:
             return torch.no_grad
         return torch.inference_mode
-
-    def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
-        """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
-        eos_token_ids, pad_token_id = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-        check_special_tokens(
-            self,
-            [] if eos_token_ids is None else eos_token_ids.tolist(),
-            None if pad_token_id is None else int(pad_token_id),
-        )
-        positions = self.config.max_position_embeddings
-        if longest_prompt >= positions:
-            raise ValueError(
-                f"`input_ids` must leave room for a response in the model's {positions} positions, but a prompt has "
-                f"{longest_prompt} tokens. Shorten it."
-            )
-        longest = longest_prompt + generation_config.max_length - prompt_width
-        if longest > positions:
-            logger.warning_once(
-                f"Prompt and response may reach {longest} tokens, more than the {positions} positions that the model "
-                "was made for. Set a smaller `max_new_tokens`."
-            )
 
     def _response(
         self,
