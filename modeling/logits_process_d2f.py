@@ -107,6 +107,11 @@ def is_known(processor: Callable) -> bool:
     return declaration(processor) is not None or is_one_of(processor, known)
 
 
+def looks_at_scores_alone(logits_processor: LogitsProcessorList) -> bool:
+    """Whether none of the processors looks at the text or its length."""
+    return all(type(processor) in _OF_THE_SCORES for processor in logits_processor)
+
+
 def depends_on_previous_tokens(processor: Callable) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen.
 

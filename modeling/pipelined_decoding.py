@@ -31,7 +31,6 @@ from .window_forward import WindowForward
 # Options whose values may differ from row to row.
 ROW_OPTIONS = (
     "confidence_threshold",
-    "semi_activated_threshold",
     "block_add_threshold",
     "block_activation_threshold",
     "max_active_blocks",
@@ -112,6 +111,20 @@ class PipelinedDecoder:
         while len(self.live) > 0:
             yield
             self.step()
+
+    def set_row_options(self, row: int, options: dict[str, float | int | bool | None]) -> None:
+        """Gives a row of the response that is not live its own values of `ROW_OPTIONS`, and of `left_to_right`.
+
+        `None` is no cap, or the value of the batch where there is one.
+        """
+        num_rows, most_blocks = len(self.response.sequences), self.response.max_new_tokens
+        for name, value in options.items():
+            if value is None:
+                value = most_blocks if name == "max_active_blocks" else getattr(self.generation_config, name)
+            if name not in self.row_options:
+                neutral = most_blocks if name == "max_active_blocks" else False
+                self.row_options[name] = torch.full((num_rows,), neutral, device="cpu")
+            self.row_options[name][row] = value
 
     def add_rows(self, rows: torch.LongTensor) -> None:
         """Lets `rows` of the response, whose prompts are there, take part from the next step on."""
@@ -256,7 +269,10 @@ class PipelinedDecoder:
         shape, block_size = has_prediction.shape, self.block_size
         if self.sampler.left_to_right:  # a token waits for those before it
             position = torch.arange(shape[1], device="cpu")
-            has_prediction = has_prediction & (position == first_index(has_prediction)[:, None])
+            is_next = position == first_index(has_prediction)[:, None]
+            if "left_to_right" in self.live_options:
+                is_next |= ~self.live_options["left_to_right"][:, None]
+            has_prediction = has_prediction & is_next
         probability = as_blocks(scatter_rows(prediction.probability, row, index, shape), block_size)  # [A, N, K]
         ranking = probability
         if prediction.ranking is not prediction.probability:
@@ -264,11 +280,9 @@ class PipelinedDecoder:
         tokens = None
         if self.generation_config.acceptance_rule == "credit":
             tokens = as_blocks(scatter_rows(prediction.tokens, row, index, shape), block_size)
-        thresholds = {
-            name: self.live_options[name][:, None, None]
-            for name in ("confidence_threshold", "semi_activated_threshold")
-            if name in self.acceptance_options and name in self.live_options
-        }
+        thresholds = {}
+        if "confidence_threshold" in self.acceptance_options:
+            thresholds = {"confidence_threshold": self.live_options["confidence_threshold"][:, None, None]}
         accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
             tokens,

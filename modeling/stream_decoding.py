@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.generation import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
@@ -19,33 +19,8 @@ from transformers.generation import MaxTimeCriteria, StoppingCriteria, StoppingC
 from .decoding_rules import first_index
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
-from .sampler import Prediction, Sampler
-
-
-class PreparedRequest(NamedTuple):
-    """A request as the decoding loop needs it.
-
-    Args:
-        prompt (`torch.LongTensor` of shape `(L,)`): On the host.
-        max_new_tokens (`int`): Response tokens at most.
-        min_new_tokens (`int`): Response tokens before the first EOS.
-        eos_token_ids (`list[int]`): Tokens that end the response.
-        stopping_criteria (`StoppingCriteriaList`): Those of this request alone.
-        sampler (`Sampler`): Chooses its tokens.
-        row_options (`dict[str, Any]`): Values of [`~pipelined_decoding.ROW_OPTIONS`].
-        num_return_sequences (`int`): Responses to the prompt.
-        has_guests (`bool`): Somebody else's code, such as a logits processor of the caller, gets tensors.
-    """
-
-    prompt: torch.LongTensor
-    max_new_tokens: int
-    min_new_tokens: int
-    eos_token_ids: list[int]
-    stopping_criteria: StoppingCriteriaList
-    sampler: Sampler
-    row_options: dict[str, Any]
-    num_return_sequences: int = 1
-    has_guests: bool = False
+from .sampler import Prediction
+from .stream_requests import PreparedRequest
 
 
 @dataclass
@@ -127,7 +102,8 @@ class StreamSampler:
             rows_of_sampler.setdefault(id(sequence.prepared.sampler), []).append(b)
         if len(rows_of_sampler) == 1:
             return self._sample(logits, row, index, response)
-        parts = [torch.isin(row, row.new_tensor(rows)).nonzero().squeeze(1) for rows in rows_of_sampler.values()]
+        source = response.source_rows[row]
+        parts = [torch.isin(source, row.new_tensor(rows)).nonzero().squeeze(1) for rows in rows_of_sampler.values()]
         return self._sample_parts(parts, logits, row, index, response)
 
     def _sample_parts(
@@ -155,16 +131,17 @@ class StreamSampler:
         nothing = Prediction(torch.zeros_like(row), zeros, zeros)
         if len(row) == 0:
             return nothing
-        prepared = self.sequences[int(row[0])].prepared
+        source = response.source_rows[row]
+        prepared = self.sequences[int(source[0])].prepared
         try:
             if not prepared.has_guests:
                 return prepared.sampler(logits, row, index, response)
             with _for_guests():
                 return prepared.sampler(logits.clone(), row, index, response)
         except Exception as error:
-            rows = row.unique().tolist()
+            rows = source.unique().tolist()
             if len(rows) > 1:  # whose fault is it?
-                parts = [(row == b).nonzero().squeeze(1) for b in rows]
+                parts = [(source == b).nonzero().squeeze(1) for b in rows]
                 return self._sample_parts(parts, logits, row, index, response)
             self.errors[rows[0]] = error
             return nothing
@@ -319,7 +296,8 @@ class StreamDecoder:
             for i, row in enumerate(rows):
                 criteria = _GuardedCriteria(prepared.stopping_criteria)
                 self._running[row] = _Sequence(number, i, prepared, criteria, self._decoder.num_steps)
-                self._decoder.set_row_options(row, prepared.row_options)
+                options = {**prepared.row_options, "left_to_right": prepared.sampler.left_to_right}
+                self._decoder.set_row_options(row, options)
             has_criteria = len(prepared.stopping_criteria) > 0
             response.replace_rows(
                 torch.tensor(rows, device="cpu"),
