@@ -4,7 +4,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers.generation import (
@@ -30,6 +30,8 @@ from .generation_config_d2f import (
     D2FGenerationOutput,
     parameters_of_other_rules,
 )
+from .gradient_mode import gradient_mode
+from .logits_process_d2f import refuse_undeclared
 from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
@@ -248,6 +250,7 @@ class D2FGenerationMixin(GenerationMixin):
                     raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
             self._check_limits(generation_config, max_prompt_length, max_prompt_length)
             for processor in logits_processor:
+                refuse_undeclared(processor)
                 if isinstance(processor, (PrefixConstrainedLogitsProcessor, ForcedEOSTokenLogitsProcessor)):
                     raise ValueError(
                         "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a "
@@ -259,7 +262,8 @@ class D2FGenerationMixin(GenerationMixin):
                     "`min_new_tokens`."
                 )
             use_cache = mode_kwargs.get("use_cache") is not False
-            without_gradients = self._without_gradients(False, [*logits_processor, *stopping_criteria])
+            guests = [*logits_processor, *stopping_criteria]
+            without_gradients = gradient_mode(self, guests, mode_kwargs.get("generator"))
 
             def decoder() -> DecodingLoop:
                 prompts = input_ids.expand(max_batch_size, -1)
@@ -334,22 +338,13 @@ class D2FGenerationMixin(GenerationMixin):
         somebody_goes_on = functools.partial(
             self._has_unfinished_sequences, synced_gpus=synced_gpus, device=response.device
         )
-        with self._without_gradients(synced_gpus, [*logits_processor, *stopping_criteria, streamer])():
+        guests = [*logits_processor, *stopping_criteria, streamer]
+        # With sharded weights others have hooks on the model.
+        with torch.no_grad() if synced_gpus else gradient_mode(self, guests, generator)():
             run_to_the_end(decoder, self, response.device, somebody_goes_on)
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
-
-    def _without_gradients(self, synced_gpus: bool, guests: list[object]) -> Callable:
-        """`torch.inference_mode`, in which a small model decodes a tenth faster than in `torch.no_grad`. The latter
-        where tensors made in that mode could outlive decoding: where somebody else's code gets them (`guests`, hooks,
-        which FSDP and DeepSpeed have too), or the model keeps some (rotary frequencies that follow the length)."""
-        is_own = all(guest is None or type(guest).__module__.startswith("transformers.") for guest in guests)
-        keeps_none = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
-        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        if synced_gpus or has_hooks or not is_own or not keeps_none:
-            return torch.no_grad
-        return torch.inference_mode
 
     def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
         """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""

@@ -127,6 +127,16 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
     return is_one_of(processor, (PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
 
 
+def refuse_undeclared(processor: Callable) -> None:
+    """Refuses a processor that may keep a state for each row, where requests of their own share it."""
+    if not is_known(processor):
+        raise ValueError(
+            f"`logits_processor` must not keep a state for each row where requests share it, and {_name(processor)} "
+            "does not say what it depends on. If that is nothing but the text and the scores it is given, set its "
+            "attribute `depends_on_previous_tokens` to True, or to False if it does not need the token right before."
+        )
+
+
 def _name(processor: Callable) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
 
