@@ -83,7 +83,7 @@ KEEP_NOTHING = (*_OF_THE_SCORES, *_OF_THE_LENGTH, NoRepeatNGramLogitsProcessor, 
 
 def is_one_of(processor: Callable, classes: tuple[type, ...]) -> bool:
     """Whether a processor does what one of `classes` does. A subclass that has a `__call__` of its own does not."""
-    return next(c for c in type(processor).__mro__ if "__call__" in vars(c)) in classes
+    return next((c for c in type(processor).__mro__ if "__call__" in vars(c)), None) in classes
 
 
 def declaration(processor: Callable) -> bool | None:

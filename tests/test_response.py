@@ -499,6 +499,14 @@ def test_the_criterion_of_the_evaluation_harness_works_with_a_batch(mode):
     assert "the end." in tokenizer.decode(output[1, 2:])
 
 
+def test_a_criterion_sees_all_sequences_that_are_returned():
+    shapes = set()
+    criterion = StoppingCriteriaList([lambda ids, scores: shapes.add(len(ids)) or False])
+    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 3, "stopping_criteria": criterion}
+    tiny_model().generate(**pad([[1, 2], [3]], "left"), **options)
+    assert shapes == {6}
+
+
 def test_a_criterion_that_fails_leaves_the_model_usable():
     class Broken(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
