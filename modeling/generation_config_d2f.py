@@ -380,26 +380,17 @@ _OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
         Check("left out or be 'static': decoding makes its own preallocated cache", lambda value: value == "static")
     ),
     # Those of transformers' other decoders, with the values that ask for nothing.
-    "penalty_alpha": Option(_left_out(0)),
-    "dola_layers": Option(_left_out()),
-    "low_memory": Option(_left_out(False)),
-    "prompt_lookup_num_tokens": Option(_left_out()),
-    "token_healing": Option(_left_out(False)),
-    "encoder_repetition_penalty": Option(_left_out(1)),
-    "encoder_no_repeat_ngram_size": Option(_left_out(0)),
-    "watermarking_config": Option(_left_out()),
-    "output_attentions": Option(_left_out(False)),
-    "output_hidden_states": Option(_left_out(False)),
-    "force_words_ids": Option(_left_out()),
-    "constraints": Option(_left_out()),
-    "num_beam_groups": Option(_left_out(1)),
-    "diversity_penalty": Option(_left_out(0)),
-    "length_penalty": Option(_left_out(1)),
-    "early_stopping": Option(_left_out(False)),
-    "decoder_start_token_id": Option(_left_out()),
-    "is_assistant": Option(_left_out(False)),
-    "prefill_chunk_size": Option(_left_out()),
-    "cache_config": Option(_left_out()),
+    **dict.fromkeys(
+        "dola_layers prompt_lookup_num_tokens watermarking_config force_words_ids constraints decoder_start_token_id "
+        "prefill_chunk_size cache_config".split(),
+        Option(_left_out()),
+    ),
+    **dict.fromkeys(
+        "low_memory token_healing output_attentions output_hidden_states early_stopping is_assistant".split(),
+        Option(_left_out(False)),
+    ),
+    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size", "diversity_penalty"), Option(_left_out(0))),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beam_groups", "length_penalty"), Option(_left_out(1))),
 }
 
 # Of these, what changes nothing where there are no beams and no encoder. A model's own config may have it.
