@@ -14,8 +14,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils import logging
 
 from .acceptance_rules import ACCEPTANCE_RULES
+
+logger = logging.get_logger(__name__)
 
 DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
@@ -331,13 +334,18 @@ class D2FGenerationConfig(GenerationConfig):
     def from_file_of_any_version(cls, config: GenerationConfig) -> "D2FGenerationConfig":
         """What a file says, which the base class has read, with the paper's values where it says nothing.
 
-        It is checked by `generate`, which leaves out what the call has no use for.
+        What is of no use for its decoding is left out, and `generate` checks the rest: no file keeps a model from
+        loading.
         """
         loaded = cls()
         vars(loaded).update(vars(config))
         for name, option in OPTIONS.items():
             if getattr(loaded, name) is None:
                 setattr(loaded, name, option.default)
+        for name in (*parameters_not_used_by(loaded.decoding), *parameters_of_other_rules(loaded.acceptance_rule)):
+            if name in OPTIONS and getattr(loaded, name) is not None:
+                logger.warning_once(f"`{name}` of generation_config.json is not used by its decoding and left out.")
+            setattr(loaded, name, None)
         loaded._original_object_hash = hash(loaded)
         return loaded
 
@@ -415,14 +423,14 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 def parameters_of_other_rules(acceptance_rule: str | None) -> tuple[str, ...]:
     """The parameters that this `acceptance_rule` does not use; `None` is the default, `"threshold"`."""
-    own = ACCEPTANCE_RULES.get(acceptance_rule or "threshold", ())
+    own = ACCEPTANCE_RULES.get(str(acceptance_rule or "threshold"), ())
     return tuple(dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names if name not in own))
 
 
 def parameters_not_used_by(decoding: str) -> tuple[str, ...]:
     """The parameters without a default that this `decoding` does not use."""
     options = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}
-    not_used = (name for name, o in options.items() if o.default is None and decoding in o.not_used_by)
+    not_used = (name for name, o in options.items() if o.default is None and str(decoding) in o.not_used_by)
     return (*not_used, *_OF_BEAMS_AND_ENCODERS)
 
 
