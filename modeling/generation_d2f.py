@@ -5,11 +5,11 @@
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers.generation import (
     EosTokenCriteria,
-    ForcedEOSTokenLogitsProcessor,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -48,7 +48,8 @@ from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
 from .sampler import Sampler
-from .stream_decoding import decode_stream
+from .stream_decoding import StreamDecoder, StreamSampler, stream_responses
+from .stream_requests import RequestPreparer, check_stream_config, check_stream_options
 from .vanilla_decoding import VanillaDecoder
 
 logger = logging.get_logger(__name__)
@@ -216,23 +217,64 @@ class D2FGenerationMixin(GenerationMixin):
             "`generate` takes batches of prompts of different lengths."
         )
 
+    def open_stream(self, max_batch_size: int, max_prompt_length: int, **options) -> StreamDecoder:
+        """A [`StreamDecoder`], which answers requests as they come, by pipelined decoding in one batch.
+
+        Args:
+            max_batch_size (`int`): Rows that are decoded at the same time at most.
+            max_prompt_length (`int`): Tokens of the longest prompt that may come.
+            options: As for `generate`. They hold for each request that does not say otherwise. No request can have
+                more response tokens than they say.
+
+        Raises:
+            ValueError: for options that are not supported in a stream.
+        """
+        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
+        check_stream_options(options)
+        arguments = self._generate_arguments(torch.zeros((1, 1), dtype=torch.long, device="cpu"), options)
+        config: D2FGenerationConfig = arguments["generation_config"]
+        check_stream_config(config)
+        max_new_tokens = config.max_length - 1
+        check_limits(self, config, max_prompt_length, 1)
+        refuse_adapters_of_rows(self, config.decoding, max_batch_size)
+        use_cache = arguments.get("use_cache") is not False
+        guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
+
+        def make_decoder(sampler: StreamSampler) -> DecodingLoop:
+            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=self.device)
+            no_prompts = prompts.new_ones(max_batch_size)
+            response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
+            return self._decoder(response, sampler, config, use_cache)
+
+        prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
+        return StreamDecoder(prepare, make_decoder, self._without_gradients(False, guests))
+
+    def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
+        """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""
+        return self.generate(
+            input_ids, custom_generate=_arguments, attention_mask=torch.ones_like(input_ids), **options
+        )
+
     def generate_stream_batch(
         self,
-        requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None],
+        requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int | dict[str, Any]] | None],
         max_batch_size: int,
         max_prompt_length: int,
         **kwargs,
     ) -> Iterator[tuple[int, torch.LongTensor]]:
-        """Answers prompts as they come, by pipelined decoding: a row that is finished makes room for the next one.
+        """Answers prompts as they come, by pipelined decoding: a finished one makes room for the next.
 
-        Each response is that of `generate` with this prompt alone, up to rounding.
+        Each response is that of `generate` with this prompt alone, up to rounding. It is a loop on `open_stream`.
 
         Args:
-            requests (`Iterable`): Prompts of shape `(L,)`, each alone or with a `max_new_tokens` of its own; `None`
-                says that nobody is waiting right now. The next one is asked for when there is room, between two
-                steps, and where nothing is being decoded, again and again: it may take its time there.
-            max_batch_size (`int`): Rows that are decoded at the same time at the most.
-            max_prompt_length (`int`): The longest prompt that may come.
+            requests (`Iterable`): Prompts of shape `(L,)`, each alone, or in a tuple with its own `max_new_tokens` or
+                with a dict of options; see [`StreamDecoder.add`]. `None` says that nobody is waiting right now. The
+                next request is asked for when there is room, between two steps, and where nothing is being decoded,
+                again and again: it may take its time there.
+            max_batch_size (`int`): Rows that are decoded at the same time at most.
+            max_prompt_length (`int`): Tokens of the longest prompt that may come.
             kwargs: As for `generate`, which returns nothing but tokens here.
 
         Returns:
@@ -240,64 +282,20 @@ class D2FGenerationMixin(GenerationMixin):
             and including its EOS, in the order in which they are finished.
 
         Raises:
-            ValueError: for arguments without meaning here; and from the iterator, once all requests before it have
-                their response, for a prompt that is empty or too long, or too large a `max_new_tokens`. What
-                `requests` itself raises comes at that time, too.
+            ValueError: for options that are not supported in a stream; and from the iterator, once all others have
+                their response, for a request that is not. What `requests` itself raises comes at that time, too.
         """
-        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
-        if kwargs.get("synced_gpus"):
+        if kwargs.get("prefix_allowed_tokens_fn") is not None or kwargs.get("forced_eos_token_id") is not None:
             raise ValueError(
-                "`synced_gpus` must be False: processes that answer different requests cannot keep each other's "
-                "company. Use `generate`."
+                "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a prompt, "
+                "and are not supported for all requests. Give them to each request, in its dict of options."
             )
-        if kwargs.get("streamer") is not None:
-            raise ValueError("`streamer` takes one sequence, but here rows come and go. Use `generate` for it.")
-        if kwargs.get("attention_mask") is not None:
-            raise ValueError("`attention_mask` has no meaning where prompts come without padding. Leave it out.")
-
-        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **mode_kwargs):
-            if generation_config.decoding != "d2f":
-                raise ValueError(
-                    f"`decoding` must be 'd2f' where rows come and go, got {generation_config.decoding!r}. Leave it "
-                    "out."
-                )
-            for name in ("output_scores", "output_logits", "output_trace", "return_dict_in_generate"):
-                if getattr(generation_config, name):
-                    raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
-            check_limits(self, generation_config, max_prompt_length, max_prompt_length)
-            for processor in logits_processor:
-                if isinstance(processor, (PrefixConstrainedLogitsProcessor, ForcedEOSTokenLogitsProcessor)):
-                    raise ValueError(
-                        "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a "
-                        "prompt, and are not available where rows come and go. Use `generate` for them."
-                    )
-            if generation_config.min_length and not generation_config.min_new_tokens:
-                raise ValueError(
-                    f"`min_length` (got {generation_config.min_length}) counts the prompt, and prompts differ. Use "
-                    "`min_new_tokens`."
-                )
-            use_cache = mode_kwargs.get("use_cache") is not False
-            without_gradients = self._without_gradients(False, [*logits_processor, *stopping_criteria])
-
-            def decoder() -> DecodingLoop:
-                prompts = input_ids.expand(max_batch_size, -1)
-                prompt_lengths = prompts.new_ones(len(prompts))
-                response = self._response(prompts, prompt_lengths, stopping_criteria, None, generation_config)
-                sampler = self.sampler_class(generation_config, logits_processor, mode_kwargs.get("generator"))
-                return self._decoder(response, sampler, generation_config, use_cache)
-
-            return decode_stream(decoder, requests, self.config.vocab_size, without_gradients)
-
-        if (kwargs.get("num_return_sequences") or 1) > 1:
+        if kwargs.get("min_length") and not kwargs.get("min_new_tokens"):
             raise ValueError(
-                f"`num_return_sequences` (got {kwargs['num_return_sequences']}) is not available where rows come and "
-                "go. Give a prompt several times: those next to each other share their first forward."
+                f"`min_length` (got {kwargs['min_length']}) counts the prompt, and prompts differ. Use "
+                "`min_new_tokens`, or give it to each request, in its dict of options."
             )
-        # transformers prepares what it prepares for any prompt.
-        prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device="cpu")
-        return self.generate(prompt, custom_generate=decode, attention_mask=torch.ones_like(prompt), **kwargs)
+        return stream_responses(self.open_stream(max_batch_size, max_prompt_length, **kwargs), requests)
 
     def _sample(
         self,
@@ -333,7 +331,7 @@ class D2FGenerationMixin(GenerationMixin):
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
         prompts = input_ids.where(is_token, self.config.mask_token_id).gather(1, order)  # padding may be of any ids
-        response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config)
+        response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config, input_ids)
         sampler = self.sampler_class(generation_config, logits_processor, generator)
         decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
         somebody_goes_on = functools.partial(
@@ -363,17 +361,27 @@ class D2FGenerationMixin(GenerationMixin):
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         generation_config: D2FGenerationConfig,
+        input_ids: torch.LongTensor | None = None,
+        max_new_tokens: int | None = None,
     ) -> Response:
-        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens."""
+        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens.
+
+        `input_ids` `(B, P)` are the same prompts with their padding.
+        """
+        if max_new_tokens is None:
+            max_new_tokens = generation_config.max_length - prompts.shape[1]
+        pad_token_id = generation_config._pad_token_tensor
         return Response(
             prompts=prompts,
             prompt_lengths=prompt_lengths,
-            max_new_tokens=generation_config.max_length - prompts.shape[1],
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
             min_new_tokens=(generation_config.min_length or 0) - prompts.shape[1],
             mask_token_id=self.config.mask_token_id,
             eos_token_ids=generation_config._eos_token_tensor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
+            pad_token_id=None if pad_token_id is None else int(pad_token_id),
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
         )
 
@@ -404,7 +412,13 @@ class D2FGenerationMixin(GenerationMixin):
 def _refuse_left_to_right(sampler: Sampler, option: str, instead: str) -> None:
     if sampler.left_to_right:
         raise ValueError(
-            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
-            f"tokens need the tokens right before the chosen one, which {option} may decode later. Leave them out, or "
-            f"{instead}."
+            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size`, `bad_words_ids` or `sequence_bias` of several tokens "
+            "and processors of your own need the tokens right before the chosen one, which "
+            f"{option} may decode later. Leave them out, or {instead}. On a processor of your own that does not need "
+            "them, set `depends_on_previous_tokens = False`."
         )
+
+
+def _arguments(model: Any, input_ids: torch.LongTensor, **arguments) -> dict[str, Any]:
+    """As `custom_generate`: what `generate` has prepared, instead of decoding."""
+    return {"input_ids": input_ids, **arguments}

@@ -31,7 +31,6 @@ from .window_forward import WindowForward
 # Options whose values may differ from row to row.
 ROW_OPTIONS = (
     "confidence_threshold",
-    "semi_activated_threshold",
     "block_add_threshold",
     "block_activation_threshold",
     "max_active_blocks",
@@ -112,6 +111,20 @@ class PipelinedDecoder:
         while len(self.live) > 0:
             yield
             self.step()
+
+    def set_row_options(self, row: int, options: dict[str, float | int | bool | None]) -> None:
+        """Gives a row of the response that is not live its own values of `ROW_OPTIONS`, and of `left_to_right`.
+
+        `None` is no cap, or the value of the batch where there is one.
+        """
+        num_rows, most_blocks = len(self.response.sequences), self.response.max_new_tokens
+        for name, value in options.items():
+            if value is None:
+                value = most_blocks if name == "max_active_blocks" else getattr(self.generation_config, name)
+            if name not in self.row_options:
+                neutral = most_blocks if name == "max_active_blocks" else False
+                self.row_options[name] = torch.full((num_rows,), neutral, device="cpu")
+            self.row_options[name][row] = value
 
     def add_rows(self, rows: torch.LongTensor) -> None:
         """Lets `rows` of the response, whose prompts are there, take part from the next step on."""
@@ -209,8 +222,7 @@ class PipelinedDecoder:
         if config.remask_threshold:
             self._remask(~has_prediction[row, index], row, index, response_row, prediction.probability)
         if response.has_listeners:
-            shown = torch.zeros_like(response.limits).index_copy_(0, self.live, end - self.prompt_lengths)
-            response.publish(shown, block_size if config.remask_threshold else 1)
+            response.publish(end - self.prompt_lengths, block_size if config.remask_threshold else 1, self.live)
 
         # 5. Who is left.
         self._refresh()
@@ -227,7 +239,7 @@ class PipelinedDecoder:
         length = min((int(self.num_opened.max()) + 1) * self.block_size, response.max_new_tokens)
         position = torch.arange(length, device="cpu")
         tokens = response.sequences[self.live[:, None], self.prompt_lengths[:, None] + position]
-        self.first_eos = torch.where(response.is_eos(tokens), position, self.limits[:, None]).amin(-1)
+        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, self.limits[:, None]).amin(-1)
         self.is_masked = tokens == response.mask_token_id
 
     def _forward(
@@ -257,7 +269,10 @@ class PipelinedDecoder:
         shape, block_size = has_prediction.shape, self.block_size
         if self.sampler.left_to_right:  # a token waits for those before it
             position = torch.arange(shape[1], device="cpu")
-            has_prediction = has_prediction & (position == first_index(has_prediction)[:, None])
+            is_next = position == first_index(has_prediction)[:, None]
+            if "left_to_right" in self.live_options:
+                is_next |= ~self.live_options["left_to_right"][:, None]
+            has_prediction = has_prediction & is_next
         probability = as_blocks(scatter_rows(prediction.probability, row, index, shape), block_size)  # [A, N, K]
         ranking = probability
         if prediction.ranking is not prediction.probability:
@@ -265,11 +280,9 @@ class PipelinedDecoder:
         tokens = None
         if self.generation_config.acceptance_rule == "credit":
             tokens = as_blocks(scatter_rows(prediction.tokens, row, index, shape), block_size)
-        thresholds = {
-            name: self.live_options[name][:, None, None]
-            for name in ("confidence_threshold", "semi_activated_threshold")
-            if name in self.acceptance_options and name in self.live_options
-        }
+        thresholds = {}
+        if "confidence_threshold" in self.acceptance_options:
+            thresholds = {"confidence_threshold": self.live_options["confidence_threshold"][:, None, None]}
         accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
             tokens,
