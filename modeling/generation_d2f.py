@@ -243,7 +243,8 @@ class D2FGenerationMixin(GenerationMixin):
         guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
 
         def make_decoder(sampler: StreamSampler) -> DecodingLoop:
-            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=self.device)
+            shape = (max_batch_size, max_prompt_length)
+            prompts = torch.zeros(shape, dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
             return self._decoder(response, sampler, config, use_cache)
