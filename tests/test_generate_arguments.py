@@ -9,6 +9,7 @@ from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from peft import (
     CPTConfig,
     LoraConfig,
+    MultitaskPromptTuningConfig,
     PolyConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
@@ -339,6 +340,7 @@ PROMPT_LEARNING = {
     "PROMPT_TUNING": PromptTuningConfig(**SIZES),
     "P_TUNING": PromptEncoderConfig(**SIZES, encoder_hidden_size=32),
     "PREFIX_TUNING": PrefixTuningConfig(**SIZES),
+    "MULTITASK_PROMPT_TUNING": MultitaskPromptTuningConfig(**SIZES, num_tasks=2),
     "CPT": CPTConfig(**{**SIZES, "cpt_token_ids": [1, 2, 3, 4], "cpt_tokens_type_mask": [1, 2, 3, 4]}),
 }
 
@@ -350,9 +352,10 @@ def test_adapters_that_learn_prompts_are_refused_by_name(kind, decoding):
     base = tiny_model(family="dream")
     expected = base.generate(PROMPT, max_new_tokens=8, decoding=decoding)
     model = get_peft_model(base, copy.deepcopy(PROMPT_LEARNING[kind])).eval()
+    tasks = {"task_ids": torch.tensor([0])} if kind.startswith("MULTITASK") else {}
     for _ in range(2):
         with pytest.raises(ValueError, match=kind):
-            model.generate(input_ids=PROMPT, max_new_tokens=8, decoding=decoding)
+            model.generate(input_ids=PROMPT, max_new_tokens=8, decoding=decoding, **tasks)
     with model.disable_adapter():
         assert model.generate(input_ids=PROMPT, max_new_tokens=8, decoding=decoding).equal(expected)
     assert model.base_model.generate(PROMPT, max_new_tokens=8, decoding=decoding).equal(expected)
@@ -439,11 +442,11 @@ def test_adapters_whose_weights_depend_on_the_input_are_refused(tmp_path):
     model = get_peft_model(
         tiny_model(), PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2)
     ).eval()
-    with pytest.raises(ValueError, match="adapter of peft.tuners.poly"):
+    with pytest.raises(ValueError, match="Adapters whose effect.*peft.tuners.poly"):
         model.generate(input_ids=PROMPT, task_ids=torch.tensor([0]), max_new_tokens=4)
     activated = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[2, 3])
     model = get_peft_model(tiny_model(), activated).eval()
-    with pytest.raises(ValueError, match="adapter of peft.tuners.lora"):
+    with pytest.raises(ValueError, match="Adapters whose effect.*`alora_offsets`"):
         model.generate(input_ids=PROMPT, max_new_tokens=4)
     assert num_hooks(model) == 0
 
