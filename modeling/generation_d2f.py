@@ -74,7 +74,7 @@ class D2FGenerationMixin(GenerationMixin):
         if getattr(self.generation_config, "_from_model_config", False):
             # There is no generation_config.json, and the base class has taken what it knows from config.json.
             self.generation_config = self.generation_config_class.from_model_config(self.config)
-        else:
+        elif not isinstance(self.generation_config, self.generation_config_class):
             self.generation_config = self.generation_config_class.from_file_of_any_version(self.generation_config)
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):

@@ -589,3 +589,13 @@ def test_an_explicit_none_is_no_config_and_no_processor():
     nothing = {"generation_config": None, "logits_processor": None, "stopping_criteria": None, "streamer": None}
     assert model.generate(PROMPT, max_new_tokens=6, attention_mask=None, **nothing).equal(expected)
     assert model.generate(PROMPT, None, LogitsProcessorList(), max_new_tokens=6).equal(expected)
+
+
+@pytest.mark.parametrize("config_class", [GenerationConfig, D2FGenerationConfig])
+def test_a_config_given_to_from_pretrained_is_that_of_the_model(config_class, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    given = config_class(steps=4, max_new_tokens=8, **SPECIAL)
+    loaded = D2FLLaDAForBlockDiffusion.from_pretrained(tmp_path, generation_config=given)
+    expected = tiny_model().generate(PROMPT, max_new_tokens=8, decoding="vanilla", steps=4)
+    assert loaded.generate(PROMPT, decoding="vanilla").equal(expected)
+    assert loaded.generate(PROMPT).equal(tiny_model().generate(PROMPT, max_new_tokens=8))
