@@ -333,6 +333,37 @@ def test_the_default_device_changes_nothing(decoding, way):
     assert all(output.equal(tokens) for output, tokens in zip(outputs, expected, strict=True))
 
 
+def test_the_default_device_changes_nothing_in_a_stream():
+    """The answer of a criterion was moved to the default device, which may not be read."""
+    model, prompts = tiny_model(), [torch.tensor(prompt) for prompt in random_prompts([3, 6])]
+
+    def run():
+        responses = model.generate_stream_batch(
+            prompts, 2, 6, max_new_tokens=8, max_time=1000.0, repetition_penalty=1.3
+        )
+        return sorted((number, tokens.tolist()) for number, tokens in responses)
+
+    expected = run()
+    with torch.device("meta"):
+        assert run() == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"]
+)
+@pytest.mark.parametrize("decoding", DECODING_MODES)
+def test_every_option_of_sampling_works_in_every_decoding(name, decoding):
+    """`top_h` was taken for a processor of the caller, which decodes from left to right or not at all."""
+    model = ScriptedModel(torch.zeros(20, VOCAB_SIZE))
+    value = 5 if name == "top_k" else 0.5 if name[:3] in ("top", "tem", "min", "typ") else 1e-3
+    options = {"do_sample": True, name: value, "confidence_threshold": 0.0, "block_size": 8}
+    if decoding == "vanilla":
+        options.pop("confidence_threshold")
+        options["steps"] = 1
+    output = model.generate(PROMPT, max_new_tokens=8, decoding=decoding, return_dict_in_generate=True, **options)
+    assert output.sequences.shape[1] <= 11 and output.num_forward_passes.item() <= 2
+
+
 # ---- adapters ----
 
 SIZES = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4, "num_layers": 2, "token_dim": 32, "num_attention_heads": 4}
