@@ -69,6 +69,8 @@ _REFUSED_OPTIONS = {
     "state_dict": "the weights are read from `base`. Call `load_state_dict` on the model",
     "use_auth_token": "it is called `token` now",
 }
+# Initial values of LoRA for which peft changes the base, by data, by chance or by packages that may not be there.
+_UNREPEATABLE_INITS = ("corda", "loftq", "lora_ga", "pissa_niter")
 # Kinds of LoRA that do more than add to the weights of layers, by the field of adapter_config.json that asks for them.
 _REFUSED_LORA = {
     "alora_invocation_tokens": "it is active from certain tokens on, which decoding does not look for",
@@ -171,10 +173,9 @@ def load_d2f_model(
         ) from error
     parameters = dict(empty_model.state_dict())  # before the adapter's are among them
     tied = dict(empty_model.all_tied_weights_keys)
-    lora_folder, lora_config, is_untied = None, None, False
+    lora_folder, lora_config, must_untie = None, None, False
     if adapter is not None:
-        lora_folder, lora_config, is_on_embeddings = _checked_adapter(empty_model, adapter, adapter_hub, merge)
-        is_untied = bool(tied) and is_on_embeddings
+        lora_folder, lora_config, must_untie = _checked_adapter(empty_model, adapter, adapter_hub, merge)
     weights = _checked_headers(
         _weight_files(base, hub, model_options.get("variant")),
         parameters,
@@ -208,11 +209,17 @@ def load_d2f_model(
     # 4. The adapter. peft keeps it in float32, and adds it to a narrower weight in float32.
     from peft import PeftModel
 
-    if is_untied:
+    if must_untie:
+        if model.get_output_embeddings().weight.is_meta:
+            raise ValueError(
+                f"`device_map` ({device_map!r}) must leave the head on a device, because the adapter is on the head "
+                "or the embedding, and the two are tied. Load and merge with device_map='cpu', save the model, and "
+                "load that one."
+            )
         _untie(model)
     lora_config.base_model_name_or_path, lora_config.revision = str(base), revision
     adapted = PeftModel.from_pretrained(model, lora_folder, config=lora_config)
-    if is_untied:  # only now, because peft ties its own weights where the configuration says so
+    if must_untie:  # only now, because peft ties its own weights where the configuration says so
         _say_untied(model)
     if not merge:
         return adapted
@@ -418,9 +425,9 @@ def _checked_headers(
 def _checked_adapter(
     empty_model: PreTrainedModel, adapter: str, hub: dict[str, Any], merge: bool
 ) -> tuple[Path, "LoraConfig", bool]:
-    """The local folder of an adapter that fits the model, its configuration, and whether it is on embedding or head.
+    """The local folder of an adapter that fits the model, its configuration, and whether to untie head and embedding.
 
-    The model gets the adapter's layers, and if they are to be merged loses them again.
+    The model is used up: it is untied, gets the adapter's layers, and loses them again by merging.
     """
     try:
         from peft import LoraConfig, PeftModel, get_peft_model_state_dict
@@ -453,6 +460,12 @@ def _checked_adapter(
         lora_config = LoraConfig.from_pretrained(str(folder))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{config_file} must be the configuration of a LoRA adapter: {error}") from error
+    if str(lora_config.init_lora_weights).startswith(_UNREPEATABLE_INITS):
+        raise ValueError(
+            f"`init_lora_weights` in {config_file} is {lora_config.init_lora_weights!r}, which changes the weights of "
+            "the base in a way that cannot be repeated. Save the adapter with peft's "
+            "`path_initial_model_for_weight_conversion`, which makes it one for the weights as they are."
+        )
     way_out = f"Pass the `base` that the adapter was trained on; this one is a {type(empty_model).__name__}."
 
     modules = [name for name, _ in empty_model.named_modules()]
@@ -465,6 +478,9 @@ def _checked_adapter(
             raise ValueError(
                 f"`target_modules` in {config_file} must be modules of the model, but it has no {target!r}. {way_out}"
             )
+    is_tied = bool(empty_model.all_tied_weights_keys)
+    if is_tied:
+        _untie(empty_model)
     try:
         adapted = PeftModel(empty_model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
     except Exception as error:  # peft and re raise many kinds for values that make no sense
@@ -477,14 +493,15 @@ def _checked_adapter(
         isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         for layer in (empty_model.get_input_embeddings(), empty_model.get_output_embeddings())
     )
+    are_saved_as_one = bool(getattr(adapted.peft_config["default"], "modules_to_tie", None))  # ensure_weight_tying
     if merge:
         try:
             adapted.merge_and_unload()
         except Exception as error:
             raise ValueError(
-                f"`merge` must be False for the adapter in {folder}, which cannot be merged: {error}"
+                f"`merge` must be False for the adapter in {folder}, but it is True. It cannot be merged: {error}"
             ) from error
-    return folder, lora_config, is_on_embeddings
+    return folder, lora_config, is_tied and is_on_embeddings and not are_saved_as_one
 
 
 def _untie(model: PreTrainedModel) -> None:
@@ -493,11 +510,6 @@ def _untie(model: PreTrainedModel) -> None:
     The configuration goes on to say that they are tied, see [`_say_untied`].
     """
     head: Any = model.get_output_embeddings()
-    if head.weight.is_meta:
-        raise ValueError(
-            "`device_map` must leave the head on a device, because the adapter is on the head or the embedding and "
-            "the two are tied. Load and merge with device_map='cpu', save the model, and load that one."
-        )
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
 
 
