@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -144,7 +144,10 @@ def load_d2f_model(
             "`device_map` must leave nothing on the disk with an `adapter`: peft would write into the checkpoint. "
             "Load and merge with device_map='cpu', save the model, and load that one."
         )
-    dtype = _checked_dtype(dtype, kwargs.pop("torch_dtype", None))
+    dtype, torch_dtype = _checked_dtype("dtype", dtype), _checked_dtype("torch_dtype", kwargs.pop("torch_dtype", None))
+    if None not in (dtype, torch_dtype) and dtype != torch_dtype:
+        raise ValueError(f"`torch_dtype` ({torch_dtype}) is another name for `dtype` ({dtype}). Give one of them.")
+    dtype = dtype or torch_dtype
     options = _checked_options(kwargs)
     hub = {"revision": revision, **{name: options.pop(name) for name in _HUB_OPTIONS if name in options}}
     adapter_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
@@ -197,6 +200,8 @@ def load_d2f_model(
         **hub,
         **model_options,
     )
+    # As in `from_pretrained`: what is as it was read can be saved, and is only warned about.
+    model.generation_config._original_object_hash = hash(model.generation_config)
     if lora_config is None:
         return model
 
@@ -241,20 +246,14 @@ def _checked_path(name: str, path: str | PathLike) -> str:
     return expanded
 
 
-def _checked_dtype(dtype: str | torch.dtype | None, torch_dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """What `dtype` and its other name `torch_dtype` ask for; `None`: what the checkpoint says."""
-    if torch_dtype is not None:
-        if dtype not in (None, "auto", torch_dtype):
-            raise ValueError(
-                f"`torch_dtype` is another name for `dtype`, but they are {torch_dtype!r} and {dtype!r}. Give one."
-            )
-        dtype = torch_dtype
-    if dtype is None or dtype == "auto":
+def _checked_dtype(name: str, dtype: Any) -> torch.dtype | None:
+    """The torch.dtype that an option asks for; `None`: what the checkpoint says."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise ValueError(
-            "`dtype` must be 'auto', or a floating torch.dtype of 16 bits or more, or its name such as 'bfloat16', "
+            f"`{name}` must be 'auto', or a floating torch.dtype of 16 bits or more, or its name such as 'bfloat16', "
             f"got {dtype!r}. Fewer bits are a matter of `quantization_config`."
         )
     return found
@@ -265,6 +264,14 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("use_safetensors") not in (None, True):
         raise ValueError(
             f"`use_safetensors` must be True, but it is {options['use_safetensors']!r}: {_ONLY_SAFETENSORS}."
+        )
+    if options.get("return_dict") not in (None, True):
+        raise ValueError("`return_dict` must be True, but it is False: decoding needs the names. Leave it out.")
+    generation_config = options.get("generation_config")
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise ValueError(
+            f"`generation_config` must be a GenerationConfig, but it is a {type(generation_config).__name__}. Make one "
+            "with `D2FGenerationConfig(...)`."
         )
     for name, way_out in _REFUSED_OPTIONS.items():
         if options.get(name):
