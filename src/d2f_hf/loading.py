@@ -270,8 +270,8 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     generation_config = options.get("generation_config")
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise ValueError(
-            f"`generation_config` must be a GenerationConfig, but it is a {type(generation_config).__name__}. Make one "
-            "with `D2FGenerationConfig(...)`."
+            f"`generation_config` must be a GenerationConfig, but it is a {type(generation_config).__name__}. Pass "
+            "`D2FGenerationConfig(...)`."
         )
     for name, way_out in _REFUSED_OPTIONS.items():
         if options.get(name):
