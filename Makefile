@@ -5,10 +5,10 @@ BIN ?= .venv/bin
 PYTEST_ARGS ?=
 # Processes that share the tests; torch then takes one thread in each. WORKERS=0 runs them in one, with its output.
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -n $(WORKERS)
 BENCH_ARGS ?=
 
-PYTHON_FOLDERS := $(wildcard src modeling benchmarks examples tests)
-PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -n $(WORKERS)
+PYTHON_FOLDERS := src modeling examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-floor nightly style quality bench bench-engine reference-model build clean
