@@ -5,6 +5,7 @@ The checkpoints are those of `golden/`, which have the keys and names of the ori
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -667,6 +668,8 @@ def test_every_kind_of_lora_gives_what_was_trained(kind, family, tied, tmp_path)
     A LoRA adapter on a head that is tied to the embedding was once merged into both, silently. In LLaDA, `ff_out` is
     the projection of each MLP and the head, so "all projections" is such an adapter.
     """
+    if kind == "bias of LoRA layers" and family == "dream" and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("peft before 0.21 does not save these biases; see the test about what it left out")
     base, adapter, expected = trained_adapter(tmp_path, family, tied, **LORA_KINDS[kind](*PARTS[family]))
     assert (tiny_logits(load_d2f_model(base)) - expected).abs().max() > 1.0, "an adapter that does something"
     unmerged = load_d2f_model(base, adapter, merge=False)
@@ -712,6 +715,16 @@ def test_a_head_is_untied_only_where_the_adapter_is_on_it_or_on_the_embedding(fa
 def test_adapters_that_are_more_or_other_than_added_weights_are_refused(family, config, words, tmp_path, no_weights):
     adapter = adapter_copy(tmp_path / "adapter", family, **config)
     assert_refused(GOLDEN / f"{family}_tiny", adapter, "adapter_config.json", *map(str, words))
+
+
+def test_trained_biases_that_peft_left_out_are_refused(tmp_path):
+    """peft 0.20 saved an adapter with `bias="lora_only"` without the biases, and loaded it without complaint."""
+    base, adapter, _ = trained_adapter(tmp_path, "dream", target_modules=["q_proj"], bias="lora_only")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    without_biases = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
+    save(adapter, without_biases, "adapter_model.safetensors")
+    for merge in (True, False):
+        assert_refused(base, adapter, str(adapter), "bias", merge=merge)
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused_early_and_loads_unmerged(tmp_path, monkeypatch):
@@ -933,12 +946,23 @@ def test_what_one_loader_saves_the_other_loads(family, tied, tmp_path):
     ids=str,
 )
 def test_generation_configs_of_other_models_and_versions_load_and_save(values, tmp_path):
-    """With a temperature but no `do_sample`, a model of `load_d2f_model` could not be saved again."""
+    """With a temperature but no `do_sample`, a model of `load_d2f_model` could not be saved again.
+
+    transformers before 5.18 saves no such model, whatever loaded it.
+    """
     tiny_model().save_pretrained(tmp_path / "base")
     file = tmp_path / "base" / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-    for load in (load_d2f_model, AutoModelForCausalLM.from_pretrained):
-        model = load(tmp_path / "base")
+    ours, theirs = load_d2f_model(tmp_path / "base"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for model in (ours, theirs):
         assert model.generate(torch.arange(9)[None], max_new_tokens=4).shape == (1, 13)
-        model.save_pretrained(tmp_path / "saved")
-        assert load(tmp_path / "saved").generation_config.max_length == values.get("max_length")
+    try:
+        theirs.save_pretrained(tmp_path / "theirs")
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error)[:40])):
+            ours.save_pretrained(tmp_path / "ours")
+    else:
+        ours.save_pretrained(tmp_path / "ours")
+        saved = [json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("ours", "theirs")]
+        assert saved[0] == saved[1]
+        assert load_d2f_model(tmp_path / "ours").generation_config == ours.generation_config

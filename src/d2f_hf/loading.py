@@ -496,6 +496,17 @@ def _checked_adapter(
     # peft saves the base weights of embedding and head too, where the adapter is on them or when told to.
     allowed = get_peft_model_state_dict(adapted, save_embedding_layers=True)
     _checked_headers([weights_file], expected, tied={}, way_out=way_out, optional=allowed)
+    layers = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, BaseTunerLayer)]
+    biases = [
+        f"{name}.base_layer.bias"
+        for name, layer in layers
+        if getattr(layer.get_base_layer(), "bias", None) is not None
+    ]
+    if lora_config.bias == "lora_only" and not expected.keys() >= set(biases):
+        raise ValueError(
+            f"`bias` in {config_file} is 'lora_only', and peft before 0.21 neither saves nor loads these biases. Use "
+            "a newer peft, for saving too."
+        )
     is_on_embeddings = any(
         isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         for layer in (empty_model.get_input_embeddings(), empty_model.get_output_embeddings())
