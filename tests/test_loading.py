@@ -940,7 +940,6 @@ def test_what_one_loader_saves_the_other_loads(family, tied, tmp_path):
         {"typical_p": 0.9},
         {"max_length": 20},
         {"transformers_version": "4.30.0", "unknown": 3},
-        {"_from_model_config": True, "temperature": 0.3},
         {"num_assistant_tokens": 5, "suppress_tokens": [1, 2]},
     ],
     ids=str,
