@@ -4,8 +4,8 @@
     python benchmarks/forward.py /tmp/before
 
 Decodes problems with the reference model, records what each forward was given, and runs the forwards of all steps
-again with the code of both checkouts in turns. The last line is one JSON object: milliseconds per forward, and the
-ratio of both, the median over the turns; below 1 this checkout is faster.
+again with the code of both checkouts in turns. The last line is one JSON object: milliseconds per forward, here and
+there, and their ratio; below 1 this checkout is faster.
 """
 
 import argparse
@@ -133,32 +133,41 @@ def record(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) ->
 
 
 @torch.inference_mode()
-def run(model: Any, code: Any, steps: list[Step], clock: Callable[[], float]) -> float:
-    """Seconds that the forwards take, in the order of decoding, in which each prompt begins with an empty cache."""
+def run(model: Any, code: Any, steps: list[Step], clock: Callable[[], float]) -> list[float]:
+    """Seconds that each forward takes, in the order of decoding."""
     cache = code.D2FCache(model.config.num_hidden_layers, device=model.device)
-    start = clock()
+    times = [clock()]
     for named, window in steps:
         cache.set_window(*window)
         model(**named, cache=cache)
-    return clock() - start
+        times.append(clock())
+    return [end - start for start, end in zip(times[:-1], times[1:], strict=True)]
 
 
 def compare(models: list[Any], codes: list[Any], steps: list[Step], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per forward of both, and their ratio; who goes first changes with each turn."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+    """Milliseconds per forward of both, and their ratio; who goes first changes with each turn.
+
+    `ratio` is the median over the turns. `ratio_of_fastest` takes the fastest turn of each step, so that it leaves out
+    what other processes on the machine took.
+    """
     clock = time.process_time if args.cpu_time else time.perf_counter
+    seconds: tuple[list[list[float]], list[list[float]]] = ([], [])  # per turn, and in it per step
     for turn in range(-2, args.turns):  # the first two warm up
         for which in (0, 1) if turn % 2 else (1, 0):
             taken = run(models[which], codes[which], steps, clock)
             if turn >= 0:
                 seconds[which].append(taken)
-    ratios = [a / b for a, b in zip(*seconds, strict=True)]
+    ratios = [sum(here) / sum(other) for here, other in zip(*seconds, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
+    fastest = [sum(map(min, zip(*taken, strict=True))) for taken in seconds]
+    medians = [statistics.median(map(sum, taken)) for taken in seconds]
+    per_step = 1e3 / len(steps)
     return {
-        "here_ms": round(statistics.median(seconds[0]) / len(steps) * 1e3, 4),
-        "other_ms": round(statistics.median(seconds[1]) / len(steps) * 1e3, 4),
+        "ms": [round(value * per_step, 4) for value in medians],
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "fastest_ms": [round(value * per_step, 4) for value in fastest],
+        "ratio_of_fastest": round(fastest[0] / fastest[1], 4),
         "forwards": len(steps),
         "turns": args.turns,
     }

@@ -76,7 +76,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     `cos` and `sin` are `(B, L, 1, D)`, and the first half of `sin` is negative: (a, b) becomes
     (a cos - b sin, b cos + a sin).
     """
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def full_mask(
@@ -236,6 +236,11 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def attention_function_of(config: D2FConfig) -> Callable:
+    """The function that `attn_implementation` names."""
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+
+
 class D2FAttention(nn.Module):
     """Attention on projected heads. Where the projections are is the architecture's matter."""
 
@@ -256,6 +261,7 @@ class D2FAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
+        attention_function: Callable | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotates, puts keys and values into the cache, and attends.
@@ -263,6 +269,7 @@ class D2FAttention(nn.Module):
         Args:
             query (`torch.Tensor` of shape `(B, L, H * D)`), key, value (`torch.Tensor` of shape `(B, L, H_kv * D)`):
                 As they leave the projections.
+            attention_function (`Callable`, *optional*): That of the configuration, where it is known already.
 
         Returns:
             The output `(B, L, H * D)`, and the weights `(B, H, L, S)` where the implementation gives them.
@@ -272,17 +279,16 @@ class D2FAttention(nn.Module):
         # Queries and keys together: in a small model the number of operations is what takes the time.
         rotated = rotate(torch.cat([query, key], dim=-1).view(heads), *position_embeddings).transpose(1, 2)
         num_heads = width // self.head_dim
-        query, key = rotated[:, :num_heads], rotated[:, num_heads:]  # [B, H, L, D]
+        query, key = rotated.tensor_split((num_heads,), dim=1)  # [B, H, L, D]
         value = value.view(heads).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         is_packed = isinstance(cache, D2FCache) and cache.is_packed
         if is_packed:
             query = cache.as_rows(query)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention(
+        if attention_function is None:
+            attention_function = attention_function_of(self.config)
+        output, weights = attention_function(
             self,
             query,
             key,

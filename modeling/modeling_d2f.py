@@ -19,7 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_d2f import D2FRotaryEmbedding, full_mask
+from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
 from .block_causal import positions_without_padding
 from .configuration_d2f import D2FConfig
 from .generation_config_d2f import D2FGenerationConfig
@@ -70,8 +70,11 @@ class D2FRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Without its weight, because the original rounds to the dtype of the input before it multiplies.
-        return self.weight * torch.rms_norm(hidden_states, hidden_states.shape[-1:], None, self.eps)
+        # x and -x together have the mean 0 and the variance mean(x^2), so that one kernel, which computes in float32,
+        # does what `torch.rms_norm` needs seven for on a CPU. The original, too, rounds before it multiplies.
+        size = hidden_states.shape[-1]
+        both = torch.layer_norm(torch.cat([hidden_states, -hidden_states], dim=-1), (2 * size,), eps=self.eps)
+        return self.weight * both.narrow(-1, 0, size)
 
 
 class D2FPreTrainedModel(PreTrainedModel):
@@ -149,6 +152,7 @@ class D2FModel(D2FPreTrainedModel):
         )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        kwargs["attention_function"] = attention_function_of(self.config)  # looked up once, not in each layer
         for layer in self.get_layers():
             hidden_states = layer(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return D2FModelOutput(last_hidden_state=self.get_final_norm()(hidden_states), cache=cache)

@@ -18,8 +18,7 @@ from .modeling_d2f import D2FForBlockDiffusion, D2FModel, D2FPreTrainedModel, D2
 class D2FLLaDAAttention(D2FAttention):
     """Has no parameters: in LLaDA the projections belong to the block."""
 
-    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.attend(*args, **kwargs)
+    forward = D2FAttention.attend
 
 
 class D2FLLaDABlock(GradientCheckpointingLayer):
