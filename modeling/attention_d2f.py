@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
@@ -76,7 +77,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     `cos` and `sin` are `(B, L, 1, D)`, and the first half of `sin` is negative: (a, b) becomes
     (a cos - b sin, b cos + a sin).
     """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def full_mask(
@@ -236,9 +237,25 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def attention_function_of(config: D2FConfig) -> Callable:
-    """The function that `attn_implementation` names."""
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+def attention_function_of(config: D2FConfig, has_options: bool = True) -> Callable:
+    """The function that `attn_implementation` names; one without options of its own where `has_options` is `False`."""
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    is_grouped = config.num_key_value_heads != config.num_attention_heads
+    return _plain_sdpa if function is sdpa_attention_forward and not (has_options or is_grouped) else function
+
+
+def _plain_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, None]:
+    """What `sdpa_attention_forward` of transformers comes to without grouped heads and options, in less time."""
+    output = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
+    return output.transpose(1, 2), None
 
 
 class D2FAttention(nn.Module):

@@ -70,11 +70,11 @@ class D2FRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # x and -x together have the mean 0 and the variance mean(x^2), so that one kernel, which computes in float32,
-        # does what `torch.rms_norm` needs seven for on a CPU. The original, too, rounds before it multiplies.
-        size = hidden_states.shape[-1]
-        both = torch.layer_norm(torch.cat([hidden_states, -hidden_states], dim=-1), (2 * size,), eps=self.eps)
-        return self.weight * both.narrow(-1, 0, size)
+        x = hidden_states.float()
+        squares = (x * x).sum(-1, keepdim=True)
+        # Their mean plus eps. An operand that is no tensor is made one first, which on a CPU takes longer than the sum.
+        mean = torch.full_like(squares, self.eps).add_(squares, alpha=1 / x.shape[-1])
+        return self.weight * (x * mean.rsqrt_()).to(hidden_states.dtype)
 
 
 class D2FPreTrainedModel(PreTrainedModel):
@@ -152,7 +152,7 @@ class D2FModel(D2FPreTrainedModel):
         )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        kwargs["attention_function"] = attention_function_of(self.config)  # looked up once, not in each layer
+        kwargs["attention_function"] = attention_function_of(self.config, has_options=bool(kwargs))  # for all layers
         for layer in self.get_layers():
             hidden_states = layer(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return D2FModelOutput(last_hidden_state=self.get_final_norm()(hidden_states), cache=cache)
