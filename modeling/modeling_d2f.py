@@ -6,8 +6,10 @@ An architecture brings its configuration, its layers and the names of its parame
 
 # B batch, L sequence, S key/value slots, V vocabulary, M positions whose logits are wanted
 
+import copy
 import warnings
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,14 +18,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
 from .block_causal import positions_without_padding
-from .configuration_d2f import D2FConfig
+from .configuration_d2f import D2FConfig, published_class
 from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -72,7 +76,7 @@ class D2FRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
         squares = (x * x).sum(-1, keepdim=True)
-        # Their mean plus eps. An operand that is no tensor is made one first, which on a CPU takes longer than the sum.
+        # Their mean plus eps. An operand that is a number is made a tensor first, which on a CPU takes longer.
         mean = torch.full_like(squares, self.eps).add_(squares, alpha=1 / x.shape[-1])
         return self.weight * (x * mean.rsqrt_()).to(hidden_states.dtype)
 
@@ -88,6 +92,54 @@ class D2FPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
+        """As in transformers. The folder names the nearest published class, and holds its code.
+
+        Raises:
+            ValueError: before anything is written, if that class would not take these weights or this configuration.
+        """
+        published = published_class(type(self))
+        config = self.config.as_published()
+        config.validate()
+        if self.can_generate():  # loading makes one of this class of whatever it finds
+            self.generation_config.validate(strict=True)
+            D2FGenerationConfig.from_dict(self.generation_config.to_dict())
+        saved = self
+        if type(self) is not published:
+            self._check_weights_of(published, config)
+            # transformers takes names and code from the type. This one is what the folder will say, and does what the
+            # model does.
+            disguise = type(published.__name__, (type(self),), {"__module__": published.__module__})
+            saved = object.__new__(disguise)
+            object.__setattr__(saved, "__dict__", self.__dict__)
+        # Written anew, so that a model that came from the Hub does not keep references to the repository that it came
+        # from. Both auto classes give the model with `generate`.
+        name = f"{published.__module__.rpartition('.')[2]}.{published.__name__}"
+        auto_classes = ("AutoModel", "AutoModelForCausalLM") if self.can_generate() else ("AutoModel",)
+        self.config.auto_map = {
+            "AutoConfig": f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}",
+            **dict.fromkeys(auto_classes, name),
+        }
+        return super(D2FPreTrainedModel, saved).save_pretrained(save_directory, *args, **kwargs)
+
+    def _check_weights_of(self, published: type[PreTrainedModel], config: D2FConfig) -> None:
+        """Raises an error if `published` has other weights than this model, which is derived from it."""
+        if type(self).__name__ != f"FSDP{published.__name__}":
+            logger.warning_once(f"A {type(self).__name__} is saved as {published.__name__}, without its own code.")
+        if getattr(self, "hf_quantizer", None) is not None or getattr(self, "_hf_peft_config_loaded", False):
+            return  # weights in another form, or those of the adapter only
+        with torch.device("meta"):
+            expected = {name: weight.shape for name, weight in published(copy.copy(config)).state_dict().items()}
+        own = {name: weight.shape for name, weight in self.state_dict().items()}
+        different = sorted(name for name in own | expected if own.get(name) != expected.get(name))
+        if different:
+            raise ValueError(
+                f"A {type(self).__name__} is saved as {published.__name__}, whose code the folder gets, but its "
+                f"weights are not those of that class: {', '.join(different[:5])}. Save its `state_dict()`, or "
+                f"publish the class: its file next to that of {published.__name__}, and "
+                f'`{type(self).__name__}.register_for_auto_class("AutoModelForCausalLM")`.'
+            )
 
 
 class D2FModel(D2FPreTrainedModel):
@@ -265,15 +317,3 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
     def __getstate__(self):
         # What is compiled belongs to this very model: a copy would go on to call it.
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
-
-    def save_pretrained(self, *args, **kwargs):
-        # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does
-        # not keep references to the repository that it came from.
-        model_class = f"{type(self).__module__.rpartition('.')[2]}.{type(self).__name__}"
-        config_class = f"{type(self.config).__module__.rpartition('.')[2]}.{type(self.config).__name__}"
-        self.config.auto_map = {
-            "AutoConfig": config_class,
-            "AutoModel": model_class,
-            "AutoModelForCausalLM": model_class,
-        }
-        return super().save_pretrained(*args, **kwargs)
