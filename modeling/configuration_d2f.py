@@ -116,7 +116,6 @@ class D2FConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
         config = self.as_published()
-        config.validate()
         # Of the model's classes, those whose code is in the folder: without a model there may be none.
         auto_map = {
             name: value
@@ -135,8 +134,8 @@ class D2FConfig(PreTrainedConfig):
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(
-                f"`rope_type` in `rope_parameters` must be one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, but it is "
-                f"{rope_type!r}."
+                f"`rope_type` in `rope_parameters` must be one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, but it "
+                f"is {rope_type!r}."
             )
         for name, divisor in (
             ("hidden_size", "num_attention_heads"),

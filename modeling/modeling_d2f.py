@@ -7,6 +7,7 @@ An architecture brings its configuration, its layers and the names of its parame
 # B batch, L sequence, S key/value slots, V vocabulary, M positions whose logits are wanted
 
 import copy
+import tempfile
 import warnings
 from dataclasses import dataclass
 from os import PathLike
@@ -93,6 +94,21 @@ class D2FPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes. It is "meta" only for a model without weights.
+
+        Weights that accelerate has offloaded are on "meta" too until they are needed; its hooks know where they go.
+        """
+        device = super().device
+        if device.type == "meta":
+            for module in self.modules():
+                hook = getattr(module, "_hf_hook", None)
+                for part in getattr(hook, "hooks", (hook,)):
+                    if getattr(part, "execution_device", None) is not None:
+                        return torch.device(part.execution_device)
+        return device
+
     def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
         """As in transformers. The folder names the nearest published class, and holds its code.
 
@@ -101,10 +117,7 @@ class D2FPreTrainedModel(PreTrainedModel):
         """
         published = published_class(type(self))
         config = self.config.as_published()
-        config.validate()
-        if self.can_generate():  # loading makes one of this class of whatever it finds
-            self.generation_config.validate(strict=True)
-            D2FGenerationConfig.from_dict(self.generation_config.to_dict())
+        self._check_configs(config)
         saved = self
         if type(self) is not published:
             self._check_weights_of(published, config)
@@ -122,6 +135,21 @@ class D2FPreTrainedModel(PreTrainedModel):
             **dict.fromkeys(auto_classes, name),
         }
         return super(D2FPreTrainedModel, saved).save_pretrained(save_directory, *args, **kwargs)
+
+    def _check_configs(self, config: D2FConfig) -> None:
+        """Raises an error if the configurations cannot be saved, or not be loaded again."""
+        generation_config = self.generation_config if self.can_generate() else None
+        if self.can_generate() and generation_config is None:
+            raise ValueError("`generation_config` must be set to save the model, but it is None. Set the default one.")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                type(config).from_pretrained(folder)
+                if generation_config is not None:
+                    generation_config.save_pretrained(folder)
+                    D2FGenerationConfig.from_pretrained(folder)
+        except Exception as error:  # of several kinds, none of which says what it is about
+            raise ValueError(f"The model's configuration cannot be saved so that it loads again: {error}") from error
 
     def _check_weights_of(self, published: type[PreTrainedModel], config: D2FConfig) -> None:
         """Raises an error if `published` has other weights than this model, which is derived from it."""
