@@ -344,7 +344,11 @@ class D2FGenerationConfig(GenerationConfig):
     @classmethod
     def from_model_config(cls, model_config) -> "D2FGenerationConfig":
         """The config of a model that has none yet: its special tokens, and D2F decoding with the paper's values."""
-        config = cls.from_dict(GenerationConfig.from_model_config(model_config).to_dict()).with_defaults()
+        values = GenerationConfig.from_model_config(model_config).to_dict()
+        # What a forward gives besides logits is a matter of the model's own configuration.
+        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
+            values.pop(name, None)
+        config = cls.from_dict(values).with_defaults()
         # Original configurations turn the cache off, because their own code has none.
         config.use_cache = None
         config._original_object_hash = hash(config)
