@@ -4,7 +4,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ from .generation_config_d2f import (
     parameters_not_used_by,
     parameters_of_other_rules,
 )
+from .gradient_mode import gradient_mode
+from .logits_process_d2f import refuse_undeclared
 from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
@@ -242,17 +244,18 @@ class D2FGenerationMixin(GenerationMixin):
         check_limits(self, config, max_prompt_length, 1)
         refuse_adapters_of_rows(self, config.decoding, max_batch_size)
         use_cache = arguments.get("use_cache") is not False
+        for processor in arguments["logits_processor"]:
+            refuse_undeclared(processor)
         guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
 
         def make_decoder(sampler: StreamSampler) -> DecodingLoop:
-            shape = (max_batch_size, max_prompt_length)
-            prompts = torch.zeros(shape, dtype=torch.long, device=input_device(self))
+            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
             return self._decoder(response, sampler, config, use_cache)
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
-        return StreamDecoder(prepare, make_decoder, self._without_gradients(False, guests))
+        return StreamDecoder(prepare, make_decoder, gradient_mode(self, guests, arguments.get("generator")))
 
     def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
         """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""
@@ -340,22 +343,13 @@ class D2FGenerationMixin(GenerationMixin):
         somebody_goes_on = functools.partial(
             self._has_unfinished_sequences, synced_gpus=synced_gpus, device=response.device
         )
-        with self._without_gradients(synced_gpus, [*logits_processor, *stopping_criteria, streamer])():
+        guests = [*logits_processor, *stopping_criteria, streamer]
+        # With sharded weights others have hooks on the model.
+        with torch.no_grad() if synced_gpus else gradient_mode(self, guests, generator)():
             run_to_the_end(decoder, self, response.device, somebody_goes_on)
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
-
-    def _without_gradients(self, synced_gpus: bool, guests: list[object]) -> Callable:
-        """`torch.inference_mode`, in which a small model decodes a tenth faster than in `torch.no_grad`. The latter
-        where tensors made in that mode could outlive decoding: where somebody else's code gets them (`guests`, hooks,
-        which FSDP and DeepSpeed have too), or the model keeps some (rotary frequencies that follow the length)."""
-        is_own = all(guest is None or type(guest).__module__.startswith("transformers.") for guest in guests)
-        keeps_none = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
-        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        if synced_gpus or has_hooks or not is_own or not keeps_none:
-            return torch.no_grad
-        return torch.inference_mode
 
     def _response(
         self,
