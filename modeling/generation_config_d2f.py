@@ -367,7 +367,7 @@ PARAMETERS: dict[str, Option] = {
     "min_new_tokens": Option(_integer_from(0)),
     "min_length": Option(_integer_from(0)),
     "num_return_sequences": Option(_integer_from(1)),
-    "use_cache": Option(_TRUE_OR_FALSE),
+    **dict.fromkeys(("use_cache", "do_sample", "output_scores", "output_logits"), Option(_TRUE_OR_FALSE)),
     "eos_token_id": Option(_TOKEN_IDS),
     "pad_token_id": Option(Check("a token id, which is an integer", _is_integer)),
     "guidance_scale": Option(
