@@ -41,7 +41,7 @@ def gradient_mode(
     """
     is_safe = (
         type(generator) in (type(None), torch.Generator)
-        and all(guest is None or _keeps_nothing(guest) for guest in guests)
+        and all(guest is None or keeps_nothing(guest) for guest in guests)
         and _nobody_watches(model.device.type)
         and model.config.rope_parameters["rope_type"] in _FIXED_ROPE_TYPES
         and _has_known_attention(model)
@@ -50,7 +50,7 @@ def gradient_mode(
     return torch.inference_mode if is_safe else torch.no_grad
 
 
-def _keeps_nothing(guest: Any) -> bool:
+def keeps_nothing(guest: Any) -> bool:
     """Whether a processor, criterion or streamer is one of transformers that keeps no tensor and asks nobody else."""
     if type(guest) is StopStringCriteria:  # keeps its table on the device where it was asked last
         return guest.embedding_vec.device.type == "cpu"

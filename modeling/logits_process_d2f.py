@@ -107,6 +107,11 @@ def is_known(processor: Callable) -> bool:
     return declaration(processor) is not None or is_one_of(processor, known)
 
 
+def looks_at_scores_alone(logits_processor: LogitsProcessorList) -> bool:
+    """Whether none of the processors looks at the text or its length."""
+    return all(type(processor) in _OF_THE_SCORES for processor in logits_processor)
+
+
 def depends_on_previous_tokens(processor: Callable) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen.
 
@@ -128,12 +133,13 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
 
 
 def refuse_undeclared(processor: Callable) -> None:
-    """Refuses a processor that may keep a state for each row, where requests of their own share it."""
+    """Refuses a processor that may keep a state for each row, where responses of a stream share it."""
     if not is_known(processor):
         raise ValueError(
-            f"`logits_processor` must not keep a state for each row where requests share it, and {_name(processor)} "
-            "does not say what it depends on. If that is nothing but the text and the scores it is given, set its "
-            "attribute `depends_on_previous_tokens` to True, or to False if it does not need the token right before."
+            f"`logits_processor` must not keep a state for each row where responses share it, and {_name(processor)} "
+            "does not say what it depends on. Give one to each request of a stream, with one response. Or, if it "
+            "depends on nothing but the text and the scores it is given, set its attribute "
+            "`depends_on_previous_tokens` to True, or to False if it does not need the token right before."
         )
 
 

@@ -66,6 +66,7 @@ class Response:
             EOS token, or 0.
 
     Attributes:
+        source_rows (`torch.LongTensor` of shape `(B,)`): Which row each row is; in a copy of `of_rows`, was.
         groups (`list[RowGroup]`): That of each row. The rows of the constructor are one group.
         has_listeners (`bool`): Whether anybody wants to know what is new before all is decoded.
         has_stopped (`torch.BoolTensor` of shape `(B,)`): Rows that were ended before their EOS or limit.
@@ -112,6 +113,7 @@ class Response:
         given = prompts if input_ids is None else input_ids.cpu()
         self._default_group = RowGroup(list(range(num_rows)), given, stopping_criteria, streamer, pad_token_id)
         self.groups = [self._default_group] * num_rows
+        self.source_rows = torch.arange(num_rows, device="cpu")
         self._see_options()
 
     def _see_options(self) -> None:
@@ -174,6 +176,7 @@ class Response:
         own = copy.copy(self)
         for name in ("sequences", "prompt_lengths", "limits", "min_new_tokens", "eos_token_ids"):
             setattr(own, name, getattr(self, name)[rows])
+        own.source_rows = self.source_rows[rows]
         return own
 
     def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:

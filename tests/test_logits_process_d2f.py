@@ -433,6 +433,21 @@ def test_a_declaration_is_true_or_false():
         tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, logits_processor=[processor])
 
 
+def test_each_request_of_a_stream_may_have_a_processor_with_a_state():
+    model, prompts = tiny_model(seed=1), [torch.tensor(prompt) for prompt in random_prompts([4, 2, 5, 1], seed=3)]
+    options = {"max_new_tokens": 9, "block_size": 3, "confidence_threshold": 0.0}
+    requests = [(prompt, {"logits_processor": [Matcher()]}) for prompt in prompts]
+    stream = dict(model.generate_stream_batch([*requests, prompts[0]], 3, 5, **options))
+    for number, prompt in enumerate(prompts):
+        ids, alone = prompt[None], [Matcher()]
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options, logits_processor=alone)
+        assert stream[number].equal(output[0, len(prompt) :])
+    options["logits_processor"] = [Matcher()]
+    with pytest.raises(ValueError, match="(?s)`logits_processor`.*Matcher does not say"):
+        request = (prompts[0], {"num_return_sequences": 2, "do_sample": True, **options})
+        list(model.generate_stream_batch([request], 3, 5, max_new_tokens=9, block_size=3))
+
+
 def test_requests_share_a_processor_that_declares_itself_and_no_other():
     """Each request is asked about alone; one that counts on its own batch would mix them up."""
     model, prompts = tiny_model(seed=1), random_prompts([4, 2, 5], seed=3)
