@@ -10,8 +10,8 @@ once, and behind an undecoded one nobody knows that text. So each processor gets
   token. A decoded token that may be remasked (`remask_threshold`) gets it up to its position;
 - those that do (n-grams, several-token bad words, prefix constraints) are asked about the first undecoded token of a
   row only, and the others have to wait: what they forbid never comes out, at the price of one token per forward;
-- those of the caller that say `depends_on_previous_tokens = True` or nothing count among the last, and are called as
-  transformers calls them, once per forward with all rows: they may keep a state for each.
+- those of the caller that say `depends_on_previous_tokens = True` or nothing count among them, and are called as
+  transformers calls them, once per forward with all rows and their padding: they may keep a state for each.
 """
 
 # M masked tokens of the batch, V vocabulary, G rows of a group (`RowGroup`), t response tokens of a text
@@ -73,7 +73,6 @@ _OF_THE_LENGTH = (
 
 _OF_THE_TEXT = (  # that without a gap, as compactly as it is stored
     NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,  # bad words are among them
 )
@@ -103,7 +102,7 @@ def declaration(processor: Callable) -> bool | None:
 
 def is_known(processor: Callable) -> bool:
     """Whether somebody has said what a processor depends on: the caller, or we for those of transformers."""
-    known = (*_OF_THE_SCORES, *_OF_THE_LENGTH, *_OF_THE_TEXT)
+    known = (*_OF_THE_SCORES, *_OF_THE_LENGTH, *_OF_THE_TEXT, PrefixConstrainedLogitsProcessor)
     return declaration(processor) is not None or is_one_of(processor, known)
 
 
@@ -177,14 +176,8 @@ def process_logits(
         elif declared is False or (declared is None and is_one_of(processor, _OF_THE_TEXT)):
             texts = _decoded_texts(row, index, response) if texts is None else texts
             processed = []
-            for (b, text, number), own in zip(texts, scores.split([number for *_, number in texts]), strict=True):
-                text = text.to(scores.device).expand(number, -1)
-                if declared is None and is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
-                    group = response.group(b)
-                    slot = group.rows.index(int(response.source_rows[b]))
-                    processed.append(_constrained(processor, slot, text, own))
-                else:
-                    processed.append(processor(text, own))
+            for (text, number), own in zip(texts, scores.split([number for _, number in texts]), strict=True):
+                processed.append(processor(text.to(scores.device).expand(number, -1), own))
             scores = torch.cat(processed)
         else:
             scores = _processed_by_group(processor, scores, row, index, response)
@@ -206,23 +199,26 @@ def _processed_by_group(
     for tokens in own.values():
         group = response.group(int(row[tokens[0]]))
         [length] = index[tokens].unique().tolist()
-        slots = torch.tensor([group.rows.index(b) for b in row[tokens].tolist()], device=scores.device)
-        tokens = torch.tensor(tokens, device=scores.device)
-        of_group = scores.new_zeros(len(group.rows), scores.shape[1])
-        of_group[:, response.mask_token_id] = -torch.inf
-        of_group[slots] = scores[tokens]
+        slots = [group.rows.index(b) for b in row[tokens].tolist()]
         text = response.text(group, length).to(scores.device)
-        processed[tokens] = processor(text, of_group)[slots]
+        if is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
+            of_tokens = [
+                _constrained(processor, slot, text[slot : slot + 1], scores[i : i + 1])
+                for slot, i in zip(slots, tokens, strict=True)
+            ]
+            processed[tokens] = torch.cat(of_tokens)
+        else:
+            of_group = scores.new_zeros(len(group.rows), scores.shape[1])
+            of_group[:, response.mask_token_id] = -torch.inf
+            of_group[slots] = scores[tokens]
+            processed[tokens] = processor(text, of_group)[slots]
     return processed
 
 
 def _constrained(
     processor: PrefixConstrainedLogitsProcessor, slot: int, text: torch.LongTensor, scores: torch.FloatTensor
 ) -> torch.FloatTensor:
-    """What the processor does, which would take the number of a masked token for that of its prompt.
-
-    `slot` is the row's number in its group.
-    """
+    """What the processor does for one row, `text` `(1, L)`. It is not asked about rows that have ended."""
     prompt = slot // processor._num_beams  # beams and returned sequences of a prompt stand one after the other
     constraint = PrefixConstrainedLogitsProcessor(
         lambda _, tokens: processor._prefix_allowed_tokens_fn(prompt, tokens), 1
@@ -232,8 +228,8 @@ def _constrained(
 
 def _decoded_texts(
     row: torch.LongTensor, index: torch.LongTensor, response: Response
-) -> list[tuple[int, torch.LongTensor, int]]:
-    """The text in front of each token, up to the first undecoded one: its row, itself, and how many tokens have it.
+) -> list[tuple[torch.LongTensor, int]]:
+    """The text in front of each token, up to the first undecoded one, and how many tokens have it.
 
     In front of a short prompt are mask tokens, which are in no text, as padding.
     """
@@ -244,5 +240,5 @@ def _decoded_texts(
         prompt = int(response.prompt_lengths[b])
         text = response.sequences[b, : prompt + length]
         width = response.group(b).input_ids.shape[1]
-        texts.append((b, F.pad(text, (width - prompt, 0), value=response.mask_token_id), number))
+        texts.append((F.pad(text, (width - prompt, 0), value=response.mask_token_id), number))
     return texts

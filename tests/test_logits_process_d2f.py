@@ -146,6 +146,30 @@ def test_a_prefix_constraint_holds_for_every_token_in_every_row(side):
     assert set(asked) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prefix_constraint_sees_the_padding_of_its_row_and_is_not_asked_once_that_has_ended(side):
+    texts = {0: [], 1: []}
+
+    def allowed(row: int, text: torch.LongTensor) -> list[int]:
+        texts[row].append(text.tolist())
+        return [EOS if row == 1 and len(text) == 4 else 7]
+
+    inputs = pad([[1, 2, 3], [4]], side)
+    tiny_model().generate(**inputs, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
+    first, second = inputs["input_ids"].tolist()
+    assert texts == {0: [first, [*first, 7], [*first, 7, 7]], 1: [second, [*second, 7]]}
+
+
+def test_a_prefix_constraint_of_a_request_is_asked_about_prompt_0():
+    asked = []
+    requests = [
+        (torch.tensor([1]), {"prefix_allowed_tokens_fn": lambda row, text, n=n: asked.append(row) or [n]})
+        for n in (5, 6, 7)
+    ]
+    stream = dict(tiny_model().generate_stream_batch(requests, 2, 3, max_new_tokens=4))
+    assert [stream[n].tolist() for n in range(3)] == [[5] * 4, [6] * 4, [7] * 4] and set(asked) == {0}
+
+
 def test_a_prefix_constraint_that_allows_nothing_is_an_error():
     with pytest.raises(ValueError, match="`prefix_allowed_tokens_fn` returned an empty list"):
         tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, prefix_allowed_tokens_fn=lambda row, text: [])
