@@ -39,9 +39,11 @@ from transformers.generation import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.utils import logging
 
@@ -57,6 +59,7 @@ _OF_THE_SCORES = (
     MinPLogitsWarper,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -115,7 +118,15 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen.
 
     One that says nothing has to, and the caller is told how to say it.
+
+    Raises:
+        ValueError: for one that calls the model by itself.
     """
+    if is_one_of(processor, (UnbatchedClassifierFreeGuidanceLogitsProcessor,)):
+        raise ValueError(
+            f"`logits_processor` must not call the model by itself, but {_name(processor)} does, for one token after "
+            "the other. Leave it out, and take `guidance_scale` with decoding='vanilla'."
+        )
     if not is_known(processor):
         logger.warning_once(
             f"{_name(processor)} does not say whether it depends on the tokens right before the one that is chosen, "

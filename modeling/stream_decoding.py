@@ -159,7 +159,9 @@ class _GuardedCriteria(StoppingCriteria):
         try:
             with _for_guests():
                 for criterion in self.criteria:
-                    says_stop |= bool(torch.as_tensor(criterion(input_ids.clone(), scores, **kwargs)).any())
+                    says_stop |= bool(
+                        torch.as_tensor(criterion(input_ids.clone(), scores, **kwargs), device="cpu").any()
+                    )
         except Exception as error:
             self.error, says_stop = error, True
         return torch.tensor([says_stop], device="cpu")

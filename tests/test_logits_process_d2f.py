@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
+from d2f_hf.modeling.logits_process_d2f import depends_on_previous_tokens, is_known
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -15,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
-from transformers.generation import EosTokenCriteria
+from transformers.generation import EosTokenCriteria, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from prompts import pad, random_prompts
 from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
@@ -248,6 +249,7 @@ def test_no_n_gram_is_repeated():
         {"suppress_tokens": [3, 5]},
         {"top_k": 3, "do_sample": True},
         {"top_p": 0.7, "do_sample": True},
+        {"top_h": 0.5, "do_sample": True},
         {"min_p": 0.2, "do_sample": True},
         {"typical_p": 0.6, "do_sample": True},
         {"epsilon_cutoff": 0.02, "do_sample": True},
@@ -448,6 +450,32 @@ def test_decoding_in_another_order_refuses_a_processor_that_may_need_the_token_r
     processor.depends_on_previous_tokens = False
     model.generate(prompt, max_new_tokens=4, logits_processor=[processor], **options)
     assert model.generate(prompt, max_new_tokens=4, **options).equal(before)
+
+
+def test_what_generate_makes_of_its_own_options_is_known():
+    """Each option that looks at the scores alone decodes at full speed."""
+    options = {
+        "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "top_h": 0.9, "min_p": 0.01, "typical_p": 0.9,
+        "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "suppress_tokens": [5], "begin_suppress_tokens": [6],
+        "exponential_decay_length_penalty": (3, 1.1), "forced_eos_token_id": EOS, "remove_invalid_values": True,
+        "renormalize_logits": True, "repetition_penalty": 1.1, "sequence_bias": {(3,): -5.0}, "bad_words_ids": [[4]],
+        "min_new_tokens": 2,
+    }  # fmt: skip
+    model = ScriptedModel(sure_of(range(7, 16)))
+    config, _ = model._prepare_generation_config(None, max_new_tokens=8, **options)
+    model._prepare_special_tokens(config, device="cpu")
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=1, device="cpu", logits_processor=[], prefix_allowed_tokens_fn=None
+    )
+    assert len(processors) > 15
+    assert all(is_known(processor) and not depends_on_previous_tokens(processor) for processor in processors)
+
+
+def test_a_processor_that_calls_the_model_is_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`logits_processor` must not call the model.*`guidance_scale`"):
+        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model)
+        model.generate(torch.tensor([[1]]), max_new_tokens=2, logits_processor=[processor])
 
 
 def test_a_declaration_is_true_or_false():
