@@ -23,7 +23,7 @@ from d2f_hf import (
     D2FTrainingArguments,
     load_d2f_model,
 )
-from d2f_hf.data import D2FNoisingCollator
+from d2f_hf.noising import D2FNoisingCollator
 
 # B batch, L sequence, M masked tokens
 

@@ -31,8 +31,8 @@ def tokenize_example(
     - `prompt` and `completion`: two strings. Their tokens are put one after the other, without a template and without
       special tokens, so a prompt has to be tokenized with `add_special_tokens=False` at inference too.
 
-    In the last two cases the response ends at its first EOS, and one is appended where there is none. A key whose value
-    is `None` counts as missing.
+    In the last two cases the response ends at its first EOS, and one is appended where there is none. A key whose
+    value is `None` counts as missing.
 
     Args:
         example (`Mapping[str, Any]`):

@@ -1,6 +1,7 @@
 """The training objectives, over the masked tokens of a batch: distillation (D2F) and masked diffusion (LLaDA).
 
-Each is made of a loss per token, a weight and a mean. `D2FTrainer` puts these parts together, because it logs them too.
+Each is made of a loss per token, a weight and a mean. `D2FTrainer` puts these parts together itself, because it logs
+them too.
 """
 
 # M masked tokens of the batch, V vocabulary
@@ -190,9 +191,7 @@ def weighted(per_token: torch.Tensor, mask_ratios: torch.Tensor, weighting: str)
 
 
 def mean_loss(per_token: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
-    r"""
-    The sum of the losses of masked tokens `[M]`, divided by `num_items` (by M if not given; a count of 0 divides by 1).
-    """
+    """The sum of the losses of masked tokens `[M]`, divided by `num_items`: by M if not given, and by 1 if 0."""
     if num_items is None:
         num_items = len(per_token)
     # The clamp keeps a batch without masked tokens at 0 / 1; on a tensor it needs no host sync.

@@ -1,11 +1,11 @@
 """`D2FTrainer`: the training step of D2F on the stock `Trainer`, from top to bottom."""
 
-# B batch, L sequence, V vocabulary, M masked tokens of the batch, K block size, N blocks of the longest row, P averages
+# B batch, L sequence, V vocabulary, M masked tokens of the batch, K block size, N blocks, P averages
 
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -131,8 +131,8 @@ class D2FTrainer(Trainer):
             raise ValueError(f"`args` must be a `D2FTrainingArguments`, got a {type(args).__name__}.")
         if (model is None) == (kwargs.get("model_init") is None):
             raise ValueError(
-                "Give exactly one of `model` and `model_init`: a model, its folder or Hub id, or a function that makes "
-                "one."
+                "Give exactly one of `model` and `model_init`: a model, its folder or Hub id, or a function that "
+                "makes one."
             )
         if teacher_model is not None and args.objective != "distillation":
             raise ValueError(
@@ -146,13 +146,13 @@ class D2FTrainer(Trainer):
             )
         if data_collator is not None and not hasattr(data_collator, "block_size"):
             raise ValueError(
-                f"`data_collator` must be a `D2FDataCollator`, got a {type(data_collator).__name__}: the loss needs to "
-                "know where prompts end, and noise is added to the clean batch. Leave it out for the default."
+                f"`data_collator` must be a `D2FDataCollator`, got a {type(data_collator).__name__}: the loss needs "
+                "to know where prompts end, and noise is added to the clean batch. Leave it out for the default."
             )
         if isinstance(train_dataset, Mapping):
             raise ValueError(
-                f"`train_dataset` must be one dataset, got a {type(train_dataset).__name__} of {sorted(train_dataset)}."
-                " Pass one of them."
+                f"`train_dataset` must be one dataset, got a {type(train_dataset).__name__} of "
+                f"{sorted(train_dataset)}. Pass one of them."
             )
         if kwargs.get("compute_loss_func") is not None:
             for name in ("label_weight", "label_smoothing_factor"):
@@ -176,10 +176,11 @@ class D2FTrainer(Trainer):
         # 3. The datasets.
         train_dataset = tokenize_dataset(train_dataset, processing_class, args.max_length, "train_dataset")
         eval_dataset = tokenize_dataset(eval_dataset, processing_class, args.max_length, "eval_dataset")
-        if any(isinstance(dataset, IterableDataset) for dataset in (train_dataset, eval_dataset)):
+        parts = (train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)))
+        is_streamed = any(isinstance(part, IterableDataset) for part in parts)
+        if is_streamed and args.accelerator_config.dispatch_batches is None:
             # Otherwise accelerate would concatenate batches of different lengths.
-            if args.accelerator_config.dispatch_batches is None:
-                args.accelerator_config.dispatch_batches = False
+            args.accelerator_config.dispatch_batches = False
         self._clean_collator = data_collator
         super().__init__(
             model=model,
@@ -571,9 +572,9 @@ class D2FTrainer(Trainer):
                 held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
                 if not any(p.requires_grad and id(p) in held for p in model.parameters()):
                     raise ValueError(
-                        "`optimizers` must hold parameters that are trained, but this optimizer holds none of them: an "
-                        "adapter is added to the model after it was made. Make the optimizer of a `PeftModel`, or pass "
-                        "`optimizer_cls_and_kwargs`."
+                        "`optimizers` must hold parameters that are trained, but this optimizer holds none of them: "
+                        "an adapter is added to the model after it was made. Make the optimizer of a `PeftModel`, or "
+                        "pass `optimizer_cls_and_kwargs`."
                     )
         return super().create_optimizer(*args, **kwargs)
 
