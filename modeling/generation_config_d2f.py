@@ -341,7 +341,7 @@ class D2FGenerationOutput(ModelOutput):
         tokens_per_forward (`torch.FloatTensor` of shape `(B,)`): Response tokens, including the EOS, per forward.
         trace (`list[list[dict]]`, *optional*): With `output_trace`, per row and forward: `window_start` and
             `window_length` (positions that were fed, padding left out), `committed_length` (tokens in the cache before
-            it) and `accepted`, pairs of position and token; with `remask_threshold` also `masked_again`, positions.
+            it) and `accepted`, pairs of position and token; with `remask_threshold` also `remasked`, positions.
         scores, logits (`tuple[torch.FloatTensor]`, *optional*): With `output_scores` or `output_logits`, per response
             token `(B, V)`: what it was chosen from when it was accepted, after the logits processors or before them;
             0 behind the end of a row.

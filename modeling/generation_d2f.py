@@ -1,14 +1,12 @@
-"""Decoding in `model.generate()`: pipelined (D2F), and one block after the other (vanilla, Fast-dLLM)."""
+"""What transformers' `generate()` asks of a block-diffusion model, and which decoding loop answers it."""
 
-# B batch, R response tokens (the limit), K block size, W window, V vocabulary, M masked tokens in the window, all rows
+# B batch, P prompt tokens, T response tokens
 
 import copy
-import itertools
-import math
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from transformers import CompileConfig
 from transformers.generation import (
     EosTokenCriteria,
     ForcedEOSTokenLogitsProcessor,
@@ -24,30 +22,25 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .cache_d2f import D2FCache
-from .decoding_rules import choose_tokens, fast_dllm_accepted_tokens, spread, vanilla_accepted_tokens
+from .decoding_loop import DecodingLoop, run_to_the_end
+from .fast_dllm_decoding import FastDLLMDecoder
 from .generation_config_d2f import (
     WITHOUT_MEANING_IN,
     D2FGenerationConfig,
     D2FGenerationOutput,
     parameters_of_other_rules,
 )
-from .logits_process_d2f import depends_on_neighbours, process_logits
 from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
-from .response_d2f import Response
+from .response import Response
+from .sampler import Sampler
+from .stream_decoding import decode_stream
+from .vanilla_decoding import VanillaDecoder
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
 D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
-# float32 values of logits that are looked at at a time: on a CPU as many as stay in its cache.
-SCORES_AT_A_TIME, SCORES_AT_A_TIME_ON_ACCELERATOR = 2**19, 2**23
-COMPILED_SHAPES = 64
-NOT_FINITE = (
-    "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
-    "easily; bfloat16 does not) and the logits processors."
-)
 
 
 class D2FGenerationMixin(GenerationMixin):
@@ -58,6 +51,7 @@ class D2FGenerationMixin(GenerationMixin):
     """
 
     generation_config_class: type[D2FGenerationConfig]  # the model class sets it
+    sampler_class: type[Sampler] = Sampler
     _supported_generation_modes = [GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE]
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
@@ -101,6 +95,8 @@ class D2FGenerationMixin(GenerationMixin):
             config = self.generation_config_class()
             vars(config).update(values)
         config.with_defaults()
+        if config.block_size is None:
+            config.block_size = self.config.block_size
         # As keywords only: in a config they may be the values of D2F, which it has by default.
         refused = () if config.decoding == "d2f" else D2F_ONLY
         if config.decoding == "vanilla":
@@ -265,15 +261,14 @@ class D2FGenerationMixin(GenerationMixin):
             use_cache = mode_kwargs.get("use_cache") is not False
             without_gradients = self._without_gradients(False, [*logits_processor, *stopping_criteria])
 
-            def decoder() -> PipelinedDecoder:
+            def decoder() -> DecodingLoop:
                 prompts = input_ids.expand(max_batch_size, -1)
                 prompt_lengths = prompts.new_ones(len(prompts))
                 response = self._response(prompts, prompt_lengths, stopping_criteria, None, generation_config)
-                return self._decoder(
-                    response, logits_processor, generation_config, mode_kwargs.get("generator"), use_cache
-                )
+                sampler = self.sampler_class(generation_config, logits_processor, mode_kwargs.get("generator"))
+                return self._decoder(response, sampler, generation_config, use_cache)
 
-            return _decode_stream(decoder, requests, self.config.vocab_size, without_gradients)
+            return decode_stream(decoder, requests, self.config.vocab_size, without_gradients)
 
         if (kwargs.get("num_return_sequences") or 1) > 1:
             raise ValueError(
@@ -335,21 +330,16 @@ class D2FGenerationMixin(GenerationMixin):
         response = self._response(
             input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
         )
-        arguments = (response, logits_processor, generation_config)
+        sampler = self.sampler_class(generation_config, logits_processor, generator)
+        decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
+        somebody_goes_on = functools.partial(
+            self._has_unfinished_sequences, synced_gpus=synced_gpus, device=response.device
+        )
         with self._without_gradients(synced_gpus, [*logits_processor, *stopping_criteria, streamer])():
-            if generation_config.decoding == "d2f":
-                num_forward_passes, trace = self._decode_pipelined(
-                    *arguments, synced_gpus, generator, use_cache is not False
-                )
-            elif generation_config.decoding == "fast_dllm":
-                num_forward_passes, trace = self._decode_fast_dllm(
-                    *arguments, synced_gpus, generator, use_cache is not False
-                )
-            else:
-                num_forward_passes, trace = self._decode_vanilla(*arguments, generator)
+            run_to_the_end(decoder, self, response.device, somebody_goes_on)
         if streamer is not None:
             streamer.end()
-        return response.output(input_ids, num_forward_passes, trace, generation_config)
+        return response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
 
     def _without_gradients(self, synced_gpus: bool, guests: list[object]) -> Callable:
         """`torch.inference_mode`, in which a small model decodes a tenth faster than in `torch.no_grad`. The latter
@@ -408,385 +398,32 @@ class D2FGenerationMixin(GenerationMixin):
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
         )
 
-    def _decode_pipelined(
-        self,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        synced_gpus: bool,
-        generator: torch.Generator | None,
-        use_cache: bool,
-    ) -> tuple[torch.LongTensor, list | None]:
-        """Decodes `response` by pipelined parallel decoding (Algorithm 2), all rows in one forward per step.
-
-        Returns:
-            Forwards of each row `(B,)`, and the trace.
-        """
-        decoder = self._decoder(response, logits_processor, generation_config, generator, use_cache)
-        decoder.add_rows(torch.arange(len(response.sequences)))
-        while self._has_unfinished_sequences(len(decoder.live) == 0, synced_gpus, response.device):
-            if len(decoder.live) > 0:
-                decoder.step()
-            else:  # other processes are still decoding and need this one in their collectives
-                self(input_ids=response.sequences[:1, :1].to(response.device))
-        return decoder.num_forward_passes, decoder.trace
-
     def _decoder(
-        self,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        generator: torch.Generator | None,
-        use_cache: bool = True,
-    ) -> PipelinedDecoder:
-        """What decodes the rows of `response` with these options."""
-        looks_ahead = (generation_config.num_branches or 1) > 1
-        if looks_ahead or generation_config.remask_threshold:
-            option = "num_branches" if looks_ahead else "remask_threshold"
-            _refuse_dependence_on_neighbours(logits_processor, f"`{option}`", f"leave out `{option}`")
+        self, response: Response, sampler: Sampler, generation_config: D2FGenerationConfig, use_cache: bool
+    ) -> DecodingLoop:
+        """The loop that `decoding` names."""
+        arguments = (self, response, sampler, generation_config)
+        if generation_config.decoding == "vanilla":
+            _refuse_left_to_right(sampler, "decoding='vanilla'", "take decoding='d2f'")
+            return VanillaDecoder(*arguments)
+        if generation_config.decoding == "fast_dllm":
+            _refuse_left_to_right(sampler, "decoding='fast_dllm'", "take decoding='d2f'")
+            return FastDLLMDecoder(*arguments, use_cache=use_cache)
         if generation_config.compile_config is not None and not use_cache:
             raise ValueError(
-                "`compile_config` has no meaning with use_cache=False, where each forward has another length. Leave "
+                "`compile_config` is not supported with use_cache=False, where each forward has another length. Leave "
                 "one of them out."
             )
-        decoder_class = LookAheadDecoder if looks_ahead else PipelinedDecoder
-        return decoder_class(self, response, logits_processor, generation_config, generator, use_cache)
-
-    def _decode_vanilla(
-        self,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        generator: torch.Generator | None,
-    ) -> tuple[torch.LongTensor, None]:
-        """Decodes `response` as the original models do: bidirectional, without cache, a fixed number of steps.
-
-        All response tokens are masked from the start and seen by all. Blocks are decoded from left to right, each in
-        its share of the steps.
-        """
-        prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
-        block_size = min(self._block_size(generation_config), limit)
-        steps_per_block = self._steps_per_block(generation_config, limit)
-        guidance_scale = generation_config.guidance_scale
-        _refuse_dependence_on_neighbours(logits_processor, "decoding='vanilla'", "take decoding='d2f'")
-        look_back = int(self.config.right_shift_logits)  # the token before a masked one predicts it
-        device = response.device
-        position = torch.arange(response.sequences.shape[1])[None]
-        is_token = (position < (prompt_lengths + limit)[:, None]).to(device)
-        is_prompt = position < prompt_lengths[:, None]
-        num_forward_passes = 0
-        for start in range(0, limit, block_size):
-            size = min(block_size, limit - start)
-            num_steps = size if steps_per_block is None else steps_per_block
-            for step in range(num_steps):
-                if response.is_stopped().all():
-                    break
-                is_masked = response.is_masked()[:, start : start + size]  # [B, K]
-                row, index = is_masked.nonzero(as_tuple=True)
-                index = index + start  # in the response
-                logits_to_keep = (row.to(device), (prompt_lengths[row] + index - look_back).to(device))
-                logits = self(
-                    input_ids=response.sequences.to(device), attention_mask=is_token, logits_to_keep=logits_to_keep
-                ).logits
-                if guidance_scale is not None and guidance_scale != 1:
-                    without_prompt = response.sequences.masked_fill(is_prompt, response.mask_token_id)
-                    unconditional = self(
-                        input_ids=without_prompt.to(device), attention_mask=is_token, logits_to_keep=logits_to_keep
-                    ).logits
-                    logits = unconditional + guidance_scale * (logits - unconditional)
-                num_forward_passes += 1
-                scores, tokens, probability, ranking = self._predict(
-                    logits, row, index, response, logits_processor, generation_config, generator
-                )
-                accepted = vanilla_accepted_tokens(
-                    is_masked,
-                    spread(ranking, row, index - start, is_masked.shape),
-                    step,
-                    num_steps,
-                    generation_config.unmask_schedule or "even",
-                    generation_config.ranking_temperature,
-                    generator,
-                )[row, index - start]
-                response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
-                response.publish(shown=torch.full_like(prompt_lengths, limit))
-        return torch.full_like(prompt_lengths, num_forward_passes), None
-
-    def _decode_fast_dllm(
-        self,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        synced_gpus: bool,
-        generator: torch.Generator | None,
-        use_cache: bool,
-    ) -> tuple[torch.LongTensor, None]:
-        """Decodes `response` as Fast-dLLM (arXiv 2505.22618) does: bidirectional, from keys and values that are stale.
-
-        All response tokens are masked from the start and seen by all. The batch goes from block to block; in a block,
-        until all rows have decoded it:
-
-        1. Which of its tokens are masked, and which rows would go on if they were alone.
-        2. The window, which replaces its keys and values in the cache. In the first step it is the whole sequence, in
-           the others the block (dual cache), or all from the block on (prefix cache). Without a cache it is always
-           the whole sequence.
-        3. Forward.
-        4. Accept the best token and all that reach `confidence_threshold`, or as many as `steps` say.
-
-        Returns:
-            Forwards of each row `(B,)`, those that it would take alone; and no trace.
-        """
-        prompt_lengths, limit = response.prompt_lengths, response.max_new_tokens
-        block_size = min(self._block_size(generation_config), limit)
-        steps_per_block = self._steps_per_block(generation_config, limit)
-        _refuse_dependence_on_neighbours(logits_processor, "decoding='fast_dllm'", "take decoding='d2f'")
-        block_cache = (generation_config.block_cache or "dual") if use_cache else "none"
-        look_back = int(self.config.right_shift_logits)  # the token before the window predicts its first one
-        device, num_slots = response.device, response.sequences.shape[1]
-        slot = torch.arange(num_slots).expand_as(response.sequences)
-        is_token = (slot < (prompt_lengths + limit)[:, None]).to(device)
-        cache = None if block_cache == "none" else D2FCache(self.config.num_hidden_layers, num_slots, device)
-        min_steps = 1 if cache is None else 2  # the original looks whether it is done only behind a cached step
-        num_forward_passes = torch.zeros_like(prompt_lengths)
-
-        for start in range(0, limit, block_size):
-            end = min(start + block_size, limit)
-            for step in itertools.count():
-                # 1. What there is to decode.
-                is_masked = response.is_masked()[:, start:end]  # [B, K]
-                is_active = (is_masked.any(-1) | (step < min_steps)) & ~response.is_stopped()
-                if not is_active.any():
-                    break
-                self._has_unfinished_sequences(False, synced_gpus, device)  # tells the other processes to go on
-                row, index = is_masked.nonzero(as_tuple=True)
-                index = index + start  # in the response
-
-                # 2. The window.
-                position = slot
-                if cache is not None and step > 0:
-                    window_end = end if block_cache == "dual" else limit
-                    position = prompt_lengths[:, None] + torch.arange(start - look_back, window_end)  # [B, W]
-                column = prompt_lengths[row] + index - look_back - position[row, 0]  # in the window
-
-                # 3. Forward.
-                if cache is not None:
-                    cache.set_window(position, num_slots)
-                logits = self(
-                    input_ids=response.sequences.gather(1, position).to(device),
-                    attention_mask=is_token,
-                    position_ids=position.to(device),
-                    cache=cache,
-                    logits_to_keep=(row.to(device), column.to(device)),
-                ).logits  # [M, V]
-                num_forward_passes += is_active
-
-                # 4. Accept.
-                scores, tokens, probability, ranking = self._predict(
-                    logits, row, index, response, logits_processor, generation_config, generator
-                )
-                probability, ranking = (
-                    spread(values, row, index - start, is_masked.shape) for values in (probability, ranking)
-                )
-                if steps_per_block is None:
-                    threshold = generation_config.confidence_threshold
-                    accepted = fast_dllm_accepted_tokens(is_masked, probability, ranking, threshold)
-                else:
-                    accepted = vanilla_accepted_tokens(is_masked, ranking, step, steps_per_block, "even")
-                accepted = accepted[row, index - start]
-                response.accept(accepted, row, index, tokens, scores=scores, logits=logits)
-                response.publish(shown=torch.full_like(prompt_lengths, limit))
-        while self._has_unfinished_sequences(True, synced_gpus, device):
-            # Other processes are still decoding and need this one in their collectives.
-            self(input_ids=response.sequences[:1, :1].to(device))
-        return num_forward_passes, None
-
-    def _compiled_base_model(self, compile_config: CompileConfig | None) -> Callable:
-        """The model without its head, compiled; by default as transformers does it. Kept."""
-        compile_config = CompileConfig() if compile_config is None else compile_config
-        compiled: Callable
-        config, base_model, compiled = getattr(self, "_compiled", (None, None, self.base_model))
-        if config != compile_config or base_model is not self.base_model:
-            # The bound method: a compiled module would become a part of the model.
-            compiled = torch.compile(self.base_model.__call__, **compile_config.to_dict())
-            self._compiled = (compile_config, self.base_model, compiled)
-
-        def call(**inputs):
-            # Torch counts compiled shapes by code, which all models in a process share.
-            with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
-                return compiled(**inputs)
-
-        return call
-
-    def _block_size(self, generation_config: D2FGenerationConfig) -> int:
-        return self.config.block_size if generation_config.block_size is None else generation_config.block_size
-
-    def _steps_per_block(self, generation_config: D2FGenerationConfig, limit: int) -> int | None:
-        """The share of a block in `steps`, for a response of `limit` tokens; `None` if `steps` are not given."""
-        steps, block_size = generation_config.steps, min(self._block_size(generation_config), limit)
-        if steps is None:
-            return None
-        num_blocks = math.ceil(limit / block_size)
-        if steps % num_blocks or limit % block_size:
-            raise ValueError(
-                f"`steps` must be a multiple of the number of blocks and `max_new_tokens` one of `block_size`, got "
-                f"{steps} steps for {limit} tokens in blocks of {block_size}. Without `steps` any length will do."
-            )
-        return steps // num_blocks
-
-    def _predict(
-        self,
-        logits: torch.Tensor,
-        row: torch.LongTensor,
-        index: torch.LongTensor,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        generator: torch.Generator | None,
-    ) -> tuple[torch.FloatTensor | None, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
-        """Chooses a token for each masked one from its `logits` `(M, V)` in float32, after the logits processors.
-
-        `row` and `index`, `(M,)` each, say whose token it is and its place in the response. The vocabulary is wide, so
-        float32 copies are made of a few rows at a time.
-
-        Returns:
-            What it was chosen from `(M, V)`, if that is to be kept; and on the host the token, its probability and its
-            rank value, `(M,)` each.
-
-        Raises:
-            ValueError: for logits that leave no choice.
-        """
-        arguments = (response, logits_processor, generation_config, generator)
-        at_a_time = SCORES_AT_A_TIME if logits.device.type == "cpu" else SCORES_AT_A_TIME_ON_ACCELERATOR
-        if logits.numel() <= at_a_time:
-            scores, tokens, probability, ranking = self._choose(logits, row, index, *arguments)
-        else:
-            num_rows = max(1, at_a_time // logits.shape[1])
-            parts = zip(logits.split(num_rows), row.split(num_rows), index.split(num_rows), strict=True)
-            parts = [self._choose(*part, *arguments) for part in parts]
-            tokens, probability, ranking = (torch.cat([part[i] for part in parts]) for i in (1, 2, 3))
-            scores = torch.cat([part[0] for part in parts]) if "scores" in response.kept else None
-        if logits.device.type != "cpu":  # in one transfer; float32 holds every token id
-            tokens, probability, ranking = torch.stack([tokens.float(), probability, ranking]).cpu()
-            tokens = tokens.long()
-        if not math.isfinite(probability.sum().item()):
-            raise ValueError(NOT_FINITE)
-        return scores, tokens, probability, ranking
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        row: torch.LongTensor,
-        index: torch.LongTensor,
-        response: Response,
-        logits_processor: LogitsProcessorList,
-        generation_config: D2FGenerationConfig,
-        generator: torch.Generator | None,
-    ) -> tuple[torch.FloatTensor | None, torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
-        """The same, of a few tokens."""
-        scores = logits.float()
-        if scores is logits and "logits" in response.kept:
-            scores = scores.clone()
-        if len(logits_processor) > 0:
-            # What they leave must not be the mask token alone.
-            scores[:, response.mask_token_id] = -torch.inf
-        if response.min_new_tokens > 0 and response.eos_token_ids:
-            is_early = torch.zeros_like(scores, dtype=torch.bool)
-            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens).to(scores.device)[:, None]
-            scores = scores.masked_fill(is_early, -torch.inf)
-        scores = process_logits(scores, row, index, response, logits_processor)
-        standing = None
-        if generation_config.remask_threshold:  # some are decoded, and the question is how probable they still are
-            standing = response.sequences[row, response.prompt_lengths[row] + index].to(scores.device)
-        tokens, probability, ranking = choose_tokens(
-            scores,
-            generation_config.do_sample,
-            "neg_entropy" if generation_config.acceptance_rule == "entropy_bound" else generation_config.token_ranking,
-            never=response.mask_token_id,  # "not decoded yet" is not something to decode
-            generator=generator,
-            standing=standing,
-        )
-        return scores if "scores" in response.kept else None, tokens, probability, ranking
+        if (generation_config.num_branches or 1) > 1:
+            _refuse_left_to_right(sampler, "`num_branches`", "leave out `num_branches`")
+            return LookAheadDecoder(*arguments, use_cache=use_cache)
+        if generation_config.remask_threshold:
+            _refuse_left_to_right(sampler, "`remask_threshold`", "leave out `remask_threshold`")
+        return PipelinedDecoder(*arguments, use_cache=use_cache)
 
 
-def _decode_stream(
-    make_decoder: Callable[[], PipelinedDecoder],
-    requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None],
-    vocab_size: int,
-    without_gradients: Callable,
-) -> Iterator[tuple[int, torch.LongTensor]]:
-    """The responses to `requests`, as they are finished; see `generate_stream_batch`."""
-    with without_gradients():
-        decoder = make_decoder()
-    response = decoder.response
-    waiting, number = iter(requests), itertools.count()
-    numbers: dict[int, int] = {}  # of the requests that are decoded, by row
-    error: Exception | None = None
-    while True:
-        # 1. Who comes.
-        new: dict[int, tuple[torch.LongTensor, int]] = {}
-        for row in range(len(response.sequences)):
-            if waiting is None or row in numbers:
-                continue
-            try:
-                request = next(waiting)
-                if request is None:
-                    break
-                new[row] = _checked_request(request, response, vocab_size)
-                numbers[row] = next(number)
-            except StopIteration:
-                waiting = None
-            except Exception as exception:  # raised once those that are decoded have their response
-                waiting, error = None, exception
-
-        # 2. A step for all.
-        with without_gradients():
-            if new:
-                rows = torch.tensor(list(new))
-                prompts, limits = zip(*new.values(), strict=True)
-                response.replace_rows(rows, prompts, torch.tensor(limits))
-                decoder.add_rows(rows)
-            if len(decoder.live) > 0:
-                decoder.step()
-        if waiting is None and not numbers:
-            if error is not None:
-                raise error
-            return
-
-        # 3. Who goes.
-        for row in sorted(numbers.keys() - set(decoder.live.tolist())):
-            with torch.no_grad():
-                length = int(response.lengths()[row])
-                tokens = response.tokens(torch.tensor([row]), length)[0]
-            yield numbers.pop(row), tokens.clone().to(response.device)
-
-
-def _checked_request(
-    request: torch.LongTensor | tuple[torch.LongTensor, int], response: Response, vocab_size: int
-) -> tuple[torch.LongTensor, int]:
-    prompt, limit = request if isinstance(request, tuple) else (request, response.max_new_tokens)
-    if not isinstance(prompt, torch.Tensor) or not isinstance(limit, int):
-        raise ValueError(
-            "Each of `requests` must be a tensor of token ids, or such a tensor and an integer in a tuple, got "
-            f"{type(request).__name__}. Convert it."
-        )
-    if prompt.dim() != 1 or not 1 <= len(prompt) <= response.prompt_width:
-        raise ValueError(
-            f"Each of `requests` must be a prompt of 1 to {response.prompt_width} tokens (`max_prompt_length`), got "
-            f"the shape {tuple(prompt.shape)}. Give prompts one by one, without padding."
-        )
-    if not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
-        raise ValueError(
-            f"Each of `requests` must hold ids of the vocabulary (0 .. {vocab_size - 1}), got {int(prompt.min())} to "
-            f"{int(prompt.max())}. Use the model's own tokenizer."
-        )
-    if not 1 <= limit <= response.max_new_tokens:
-        raise ValueError(
-            f"`max_new_tokens` of a request must be from 1 to the {response.max_new_tokens} of the call, got {limit}."
-        )
-    return prompt.long().cpu(), limit
-
-
-def _refuse_dependence_on_neighbours(logits_processor: LogitsProcessorList, option: str, instead: str) -> None:
-    if any(depends_on_neighbours(processor) for processor in logits_processor):
+def _refuse_left_to_right(sampler: Sampler, option: str, instead: str) -> None:
+    if sampler.left_to_right:
         raise ValueError(
             "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
             f"tokens need the tokens right before the chosen one, which {option} may decode later. Leave them out, or "

@@ -40,7 +40,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from .response_d2f import Response
+from .response import Response
 
 _OF_THE_SCORES = (
     EpsilonLogitsWarper,
@@ -64,7 +64,7 @@ _OF_THE_LENGTH = (
 )
 
 
-def depends_on_neighbours(processor: LogitsProcessor) -> bool:
+def depends_on_previous_tokens(processor: LogitsProcessor) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen."""
     if isinstance(processor, SequenceBiasLogitsProcessor):  # bad words are among them
         return any(len(sequence) > 1 for sequence in processor.sequence_bias)

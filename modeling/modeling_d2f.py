@@ -428,10 +428,6 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def __getstate__(self):
-        # What is compiled belongs to this very model: a copy would go on to call it.
-        return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
-
     def save_pretrained(self, *args, **kwargs):
         # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does
         # not keep references to the repository that it came from.

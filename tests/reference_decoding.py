@@ -49,7 +49,7 @@ class ReferenceResult:
 
     A trace entry is a dict of `window_start`, `window_length`, `committed_length` (positions that are in the cache
     before this forward) and `accepted`, a list of (absolute position, token) in ascending order. With
-    `remask_threshold` there is also `masked_again`, a list of positions.
+    `remask_threshold` there is also `remasked`, a list of positions.
     """
 
     tokens: list[int]
@@ -250,7 +250,7 @@ def reference_decode(
                 ids[masked[i]] = tokens[i]
                 step["accepted"].append((masked[i], tokens[i]))
         if rules.remask_threshold:
-            step["masked_again"] = to_mask_again
+            step["remasked"] = to_mask_again
         for position in to_mask_again:
             ids[position] = mask_token_id
             masked_again.add(position)

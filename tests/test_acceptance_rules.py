@@ -11,12 +11,12 @@ import torch
 from d2f_hf.modeling.acceptance_rules import (
     Credit,
     accept,
-    best_branch,
+    accepted_tokens,
     credited_probability,
-    lookahead_tokens,
-    tokens_to_mask_again,
+    tokens_to_remask,
 )
-from d2f_hf.modeling.decoding_rules import accepted_tokens, choose_tokens
+from d2f_hf.modeling.lookahead_decoding import best_branch, lookahead_tokens
+from d2f_hf.modeling.sampler import sample_tokens
 from transformers import StoppingCriteriaList, TextDiffusionStreamer
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput
@@ -72,8 +72,8 @@ def random_step(seed: int, shape: tuple[int, int, int] = (3, 4, 5)) -> dict[str,
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*shape, 12, generator=generator) * 6 * torch.rand(*shape, 1, generator=generator)
     scores = logits.flatten(0, 2)
-    tokens, probability, _ = choose_tokens(scores.clone(), False, "probability", never=0)
-    _, _, negative_entropy = choose_tokens(scores.clone(), False, "neg_entropy", never=0)
+    tokens, probability, _ = sample_tokens(scores.clone(), False, "probability", forbidden_token_id=0)
+    _, _, negative_entropy = sample_tokens(scores.clone(), False, "neg_entropy", forbidden_token_id=0)
     is_masked = torch.rand(shape, generator=generator) < 0.7
     is_masked &= torch.rand(*shape[:2], 1, generator=generator) < 0.9
     return {
@@ -214,7 +214,7 @@ def test_negative_entropy_is_as_the_bound_needs_it():
     scores = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 5
     scores[:, 7] = -torch.inf
     exact = torch.distributions.Categorical(logits=scores.double()).entropy()
-    _, _, ranking = choose_tokens(scores, False, "neg_entropy", never=0)
+    _, _, ranking = sample_tokens(scores, False, "neg_entropy", forbidden_token_id=0)
     torch.testing.assert_close(-ranking.double(), exact, atol=1e-5, rtol=0)
 
 
@@ -367,12 +367,12 @@ def test_a_branch_without_masked_tokens_wins_and_of_equal_branches_the_first():
 def test_improbable_tokens_become_masks_again_once():
     may_be_masked = torch.tensor([True, True, True, False])
     probability = torch.tensor([0.1, 0.5, 0.7, 0.1])
-    was_masked_again = torch.tensor([False, False, False, False])
-    again = tokens_to_mask_again(may_be_masked, probability, was_masked_again, 0.5)
+    was_remasked = torch.tensor([False, False, False, False])
+    again = tokens_to_remask(may_be_masked, probability, was_remasked, 0.5)
     assert again.tolist() == [True, False, False, False]
-    assert not tokens_to_mask_again(may_be_masked, probability, was_masked_again | again, 0.5).any()
-    assert not tokens_to_mask_again(may_be_masked, probability, was_masked_again, 0.0).any()
-    assert tokens_to_mask_again(may_be_masked, probability, was_masked_again, 1.0).equal(may_be_masked)
+    assert not tokens_to_remask(may_be_masked, probability, was_remasked | again, 0.5).any()
+    assert not tokens_to_remask(may_be_masked, probability, was_remasked, 0.0).any()
+    assert tokens_to_remask(may_be_masked, probability, was_remasked, 1.0).equal(may_be_masked)
 
 
 # ---- in a loop ----
@@ -418,7 +418,7 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
     tokens = torch.full(shape, MASK)
     predicted, probability = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
     has_prediction = torch.zeros(shape, dtype=torch.bool)
-    was_masked_again = torch.zeros(shape, dtype=torch.bool)
+    was_remasked = torch.zeros(shape, dtype=torch.bool)
     opened, credit, steps = 0, None, []
     while True:
         # Open.
@@ -452,7 +452,7 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
         scores = logits.flatten(0, -2)
         of_token = scores.softmax(-1).gather(-1, rows.flatten()[:, None]).view(rows.shape)
         predicted, probability, ranking = (
-            values.view(rows.shape) for values in choose_tokens(scores, False, token_ranking, never=MASK)
+            values.view(rows.shape) for values in sample_tokens(scores, False, token_ranking, forbidden_token_id=MASK)
         )
         winner = int(best_branch(is_masked_here[None], probability[None]))
         tokens = rows[winner]
@@ -470,8 +470,8 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
             **options,
         )
         may_be_masked = is_open & ~is_final & exists & ~has_prediction & (place < end_of_text)
-        again = tokens_to_mask_again(may_be_masked, of_token[winner], was_masked_again, rules.remask_threshold)
-        was_masked_again |= again
+        again = tokens_to_remask(may_be_masked, of_token[winner], was_remasked, rules.remask_threshold)
+        was_remasked |= again
         tokens = torch.where(accepted[0], predicted, tokens)
         steps.append(
             [(start + int(place[p]), int(tokens[p])) for p in map(tuple, (accepted[0] | new).nonzero().tolist())]
@@ -495,7 +495,7 @@ def test_the_cases_exercise_what_they_are_for():
     assert len({tuple(tuple(result.tokens) for result in of_rule) for of_rule in results.values()}) > 12
     assert sum(EOS in result.tokens for of_rule in results.values() for result in of_rule) > 4
     for name, of_rule in results.items():
-        again = [position for result in of_rule for step in result.trace for position in step.get("masked_again", [])]
+        again = [position for result in of_rule for step in result.trace for position in step.get("remasked", [])]
         assert bool(again) == ("remask_threshold=0.0" not in name and name != "None")
 
 
@@ -525,7 +525,7 @@ def test_decoding_ends_when_every_token_is_masked_again():
     masked_again = 0
     for prompt, seed in CASES:
         result = oracle(prompt, Rules(remask_threshold=1.0), seed)
-        again = [position for step in result.trace for position in step["masked_again"]]
+        again = [position for step in result.trace for position in step["remasked"]]
         assert len(again) == len(set(again)), "each place once at most"
         assert result.num_forward_passes <= 2 * OPTIONS["max_new_tokens"]
         assert MASK not in result.tokens
@@ -723,7 +723,7 @@ def told_early(result: ReferenceResult, start: int) -> bool:
         prefix = [tokens[p] for p in itertools.takewhile(tokens.__contains__, itertools.count(start))]
         if prefix[: len(result.tokens)] != result.tokens[: len(prefix)]:
             return True
-        for position in step["masked_again"]:
+        for position in step["remasked"]:
             del tokens[position]
     return False
 

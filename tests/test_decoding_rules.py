@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
-from d2f_hf.modeling.decoding_rules import accepted_tokens, choose_tokens, opened_blocks
+from d2f_hf.modeling.acceptance_rules import accepted_tokens
+from d2f_hf.modeling.decoding_rules import opened_blocks
+from d2f_hf.modeling.sampler import sample_tokens
 from safetensors.torch import load_file
 
 from golden_data import GOLDEN, TOKEN_RANKINGS
@@ -15,7 +17,7 @@ sample_cases = json.loads((GOLDEN / "sample_tokens.json").read_text())
 @pytest.mark.parametrize("strategy", ["default", "neg_entropy", "margin_confidence"])
 def test_tokens_probabilities_and_ranks_are_those_of_the_reference(strategy):
     golden = load_file(GOLDEN / "sample_tokens.safetensors")
-    tokens, probability, ranking = choose_tokens(
+    tokens, probability, ranking = sample_tokens(
         golden["logits"], do_sample=False, token_ranking=TOKEN_RANKINGS[strategy]
     )
     assert tokens.equal(golden[f"{strategy}.x0"])
@@ -48,7 +50,7 @@ def test_the_best_of_a_wide_vocabulary_is_the_first_of_the_largest_scores(vocab_
     scores = torch.randint(0, 60, (50, vocab_size), generator=torch.Generator().manual_seed(0)).float()
     scores[0] = 1.0
     scores[1, -1] = 100.0
-    tokens, probability, _ = choose_tokens(scores.clone(), do_sample=False, token_ranking="probability")
+    tokens, probability, _ = sample_tokens(scores.clone(), do_sample=False, token_ranking="probability")
     expected = torch.tensor([row.tolist().index(max(row.tolist())) for row in scores])
     assert tokens.equal(expected)
     torch.testing.assert_close(probability, scores.softmax(-1).amax(-1))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from d2f_hf.modeling.decoding_rules import fast_dllm_accepted_tokens
+from d2f_hf.modeling.fast_dllm_decoding import fast_dllm_accepted_tokens
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from golden_data import GOLDEN, golden_model, until_eos

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from d2f_hf.modeling import pipelined_decoding
+from d2f_hf.modeling import window_forward
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,7 @@ def check(case: dict) -> None:
     common = {**options, **FULL, "eos_token_id": eos_token_ids}
 
     with torch.compiler.set_stance("force_eager"):
-        with mock.patch.object(pipelined_decoding, "is_worth_packing", lambda is_fed: case["is_packed"]):
+        with mock.patch.object(window_forward, "is_worth_packing", lambda is_fed: case["is_packed"]):
             batch = model.generate(**inputs, **common, use_cache=case["use_cache"])
         requests = [torch.tensor(prompt) for prompt in prompts]
         stream = dict(model.generate_stream_batch(requests, 2, width, **options, eos_token_id=eos_token_ids))

@@ -8,7 +8,8 @@ import pickle
 
 import pytest
 import torch
-from d2f_hf.modeling import generation_d2f, pipelined_decoding
+from d2f_hf.modeling import sampler, window_forward
+from d2f_hf.modeling.sampler import Sampler
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList, TextDiffusionStreamer
 
 from prompts import pad, random_prompts
@@ -65,24 +66,24 @@ def test_a_window_without_its_padding_decodes_the_same(family, implementation, m
     )
     inputs = pad(random_prompts([5, 2, 30, 4, 1], seed=3), "left")
     with torch.compiler.set_stance("force_eager"):
-        monkeypatch.setattr(pipelined_decoding, "is_worth_packing", lambda is_fed: True)
+        monkeypatch.setattr(window_forward, "is_worth_packing", lambda is_fed: True)
         output = model.generate(**inputs, **OPTIONS, **FULL)
         assert sum(window[2] for _, window in fed) > 3
         for shape, (write_slots, _, is_packed) in fed:
             assert shape == ((1, (write_slots >= 0).sum()) if is_packed else write_slots.shape)
-        monkeypatch.setattr(pipelined_decoding, "is_worth_packing", lambda is_fed: False)
+        monkeypatch.setattr(window_forward, "is_worth_packing", lambda is_fed: False)
         expected = model.generate(**inputs, **OPTIONS, **FULL)
     assert output.sequences.equal(expected.sequences) and output.trace == expected.trace
 
 
 def test_padding_is_left_out_where_there_is_much_of_it():
     fed = torch.ones(8, 50, dtype=torch.bool)
-    assert not pipelined_decoding.is_worth_packing(fed)
+    assert not window_forward.is_worth_packing(fed)
     fed[:, 41:] = False
-    assert not pipelined_decoding.is_worth_packing(fed), "18 % of the positions"
+    assert not window_forward.is_worth_packing(fed), "18 % of the positions"
     fed[:, 39:] = False
-    assert pipelined_decoding.is_worth_packing(fed), "22 %"
-    assert not pipelined_decoding.is_worth_packing(fed[:4]), "so few that it is not worth the trouble"
+    assert window_forward.is_worth_packing(fed), "22 %"
+    assert not window_forward.is_worth_packing(fed[:4]), "so few that it is not worth the trouble"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,9 +324,14 @@ def test_tokens_are_chosen_a_few_rows_at_a_time(monkeypatch):
     options = {**OPTIONS, **FULL, "output_scores": True, "output_logits": True, "min_new_tokens": 3, "top_k": 7}
     expected = model.generate(**inputs, **options)
     sizes = []
-    choose = model._choose
-    monkeypatch.setattr(model, "_choose", lambda logits, *rest: sizes.append(len(logits)) or choose(logits, *rest))
-    monkeypatch.setattr(generation_d2f, "SCORES_AT_A_TIME", 2 * VOCAB_SIZE)
+
+    class Recording(Sampler):
+        def choose(self, logits, *rest):
+            sizes.append(len(logits))
+            return super().choose(logits, *rest)
+
+    model.sampler_class = Recording
+    monkeypatch.setattr(sampler, "SCORES_AT_A_TIME", 2 * VOCAB_SIZE)
     output = model.generate(**inputs, **options)
     assert max(sizes) == 2 and len(sizes) > len(output.trace[0])
     assert output.sequences.equal(expected.sequences) and output.trace == expected.trace

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from d2f_hf.modeling.decoding_rules import choose_tokens, vanilla_accepted_tokens
+from d2f_hf.modeling.sampler import sample_tokens
+from d2f_hf.modeling.vanilla_decoding import vanilla_accepted_tokens
 
 from golden_data import GOLDEN, golden_model, until_eos
 from prompts import pad, random_prompts
@@ -93,7 +94,7 @@ def test_a_run_that_differs_does_so_in_one_step_and_in_its_second_best_token(set
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, begin - 1 : -1]
         ranking_name = DREAM_ALGORITHMS[options["alg"]]["token_ranking"]
-        _, _, ranking = choose_tokens(logits, False, ranking_name, dream["mask_token_id"])
+        _, _, ranking = sample_tokens(logits, False, ranking_name, dream["mask_token_id"])
         is_masked = torch.tensor([ids[begin:]]) == dream["mask_token_id"]
         accepted = vanilla_accepted_tokens(is_masked, ranking[None], step, options["steps"], "linear")[0]
         recorded = torch.zeros(size, dtype=torch.bool)

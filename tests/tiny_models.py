@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from d2f_hf.modeling.sampler import Sampler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -122,18 +123,29 @@ class ScriptedModel(D2FLLaDAForBlockDiffusion):
         batch_size, length = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(length).expand(batch_size, -1)
-        if script.dim() == 3:  # `_predict` knows the rows; here some may have left, and equal ones go together
+        if script.dim() == 3:  # the sampler knows the rows; here some may have left, and equal ones go together
             script = script[0]
         logits = script[position_ids.clamp(max=len(script) - 1)].expand(batch_size, -1, -1).clone()  # [B, L, V]
         output = super().forward(input_ids[:, :1])
         output.logits = logits[logits_to_keep]
         return output
 
-    def _predict(self, logits, row, index, response, *others):
-        script = self.script if isinstance(self.script, torch.Tensor) else self.script(len(self.calls) - 1)
-        if script.dim() == 3:
-            logits = script[row, (response.prompt_lengths[row] + index).clamp(max=script.shape[1] - 1)].clone()
-        return super()._predict(logits, row, index, response, *others)
+    @property
+    def sampler_class(self):
+        model = self
+
+        class ScriptedSampler(Sampler):
+            """Knows the rows of a script of the shape `(B, T, V)`."""
+
+            def __call__(self, logits, row, index, response):
+                script = model.script
+                script = script if isinstance(script, torch.Tensor) else script(len(model.calls) - 1)
+                if script.dim() == 3:
+                    position = (response.prompt_lengths[row] + index).clamp(max=script.shape[1] - 1)
+                    logits = script[row, position].clone()
+                return super().__call__(logits, row, index, response)
+
+        return ScriptedSampler
 
 
 def sure_of(tokens: Sequence[int], unsure_until: dict[int, int] | None = None) -> Callable[[int], torch.Tensor]:

@@ -58,7 +58,7 @@ class Response:
         self.sequences = F.pad(prompts, (0, max_new_tokens), value=mask_token_id)
         self.sequences.scatter_(1, prompt_lengths[:, None] + torch.arange(max_new_tokens), mask_token_id)
         self.stopped_at = self.limits.clone()  # by a stopping criterion
-        self.was_masked_again = torch.zeros(len(prompt_lengths), max_new_tokens, dtype=torch.bool)
+        self.was_remasked = torch.zeros(len(prompt_lengths), max_new_tokens, dtype=torch.bool)
         self.kept: dict[str, torch.FloatTensor | None] = dict.fromkeys(keep)  # [B, R, V] each, once there is one
         self.published = [0] * len(prompt_lengths)  # tokens that criteria and streamer know
 
@@ -71,7 +71,7 @@ class Response:
             self.prompt_lengths[row] = len(prompt)
             self.limits[row] = self.stopped_at[row] = limit
             self.published[row] = 0
-            self.was_masked_again[row] = False
+            self.was_remasked[row] = False
 
     def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:
         """The first `length` response tokens of `rows` (all), `(A, length)`."""
@@ -85,7 +85,7 @@ class Response:
         """Which response tokens, `(B, R)`, are not decoded."""
         return self.tokens() == self.mask_token_id
 
-    def ends_text(self, tokens: torch.LongTensor) -> torch.BoolTensor:
+    def is_eos(self, tokens: torch.LongTensor) -> torch.BoolTensor:
         """Which of `tokens`, of any shape, are EOS."""
         if len(self.eos_token_ids) == 1:
             return tokens == self.eos_token_ids[0]
@@ -94,9 +94,9 @@ class Response:
             is_eos |= tokens == token_id
         return is_eos
 
-    def end_of_text(self) -> torch.LongTensor:
+    def first_eos(self) -> torch.LongTensor:
         """Index of the first decoded EOS of each row, `(B,)`, its limit where there is none."""
-        return torch.minimum(first_index(self.ends_text(self.tokens())), self.limits)
+        return torch.minimum(first_index(self.is_eos(self.tokens())), self.limits)
 
     def is_stopped(self) -> torch.BoolTensor:
         """Which rows, `(B,)`, a stopping criterion has ended."""
@@ -104,12 +104,12 @@ class Response:
 
     def prefix_length(self) -> torch.LongTensor:
         """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
-        end = torch.minimum(self.end_of_text() + 1, self.limits)
+        end = torch.minimum(self.first_eos() + 1, self.limits)
         return torch.minimum(first_index(self.is_masked()), end)
 
     def lengths(self) -> torch.LongTensor:
         """The lengths of ended responses, `(B,)`: up to and including their EOS, or where they were stopped."""
-        return torch.minimum(self.end_of_text() + 1, self.stopped_at)
+        return torch.minimum(self.first_eos() + 1, self.stopped_at)
 
     def accept(
         self,
@@ -132,10 +132,10 @@ class Response:
                 self.kept[name] = own.new_zeros(len(self.sequences), self.max_new_tokens, own.shape[-1])
             self.kept[name][row.to(self.device), index.to(self.device)] = own
 
-    def mask_again(self, row: torch.LongTensor, index: torch.LongTensor) -> None:
+    def remask(self, row: torch.LongTensor, index: torch.LongTensor) -> None:
         """Takes the tokens at places `index` of the responses of `row` back, `(M,)` each."""
         self.sequences[row, self.prompt_lengths[row] + index] = self.mask_token_id
-        self.was_masked_again[row, index] = True
+        self.was_remasked[row, index] = True
 
     @property
     def has_listeners(self) -> bool:
@@ -149,7 +149,7 @@ class Response:
         """
         if not self.has_listeners:
             return
-        end_of_text, prefix_length = self.end_of_text(), self.prefix_length()
+        end_of_text, prefix_length = self.first_eos(), self.prefix_length()
         shown = torch.minimum(shown, end_of_text + 1)
         if block_size > 1:
             is_whole = prefix_length == torch.minimum(end_of_text + 1, self.limits)

@@ -1,0 +1,188 @@
+"""From logits to tokens: what each masked position becomes, how probable that is, and how it ranks.
+
+A decoding loop is handed a [`Sampler`] and does not know what is in it: logits processors, greedy choice or sampling.
+"""
+
+# B rows of the response, V vocabulary, M masked tokens of all rows
+
+import math
+from typing import NamedTuple
+
+import torch
+from transformers.generation import LogitsProcessorList
+
+from .generation_config_d2f import D2FGenerationConfig
+from .logits_process_d2f import depends_on_previous_tokens, process_logits
+from .response import Response
+
+# float32 values of logits that are looked at at a time: on a CPU as many as stay in its cache.
+SCORES_AT_A_TIME, SCORES_AT_A_TIME_ON_ACCELERATOR = 2**19, 2**23
+NOT_FINITE = (
+    "The model's logits hold NaN, or no token but infinite ones. Check the weights, the dtype (float16 overflows "
+    "easily; bfloat16 does not) and the logits processors."
+)
+
+
+class Prediction(NamedTuple):
+    """What is predicted for M masked tokens.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(M,)`): The predicted tokens. On the host, like the next two.
+        probability (`torch.FloatTensor` of shape `(M,)`): Their probabilities, after the logits processors.
+        ranking (`torch.FloatTensor` of shape `(M,)`): What orders them by `token_ranking`. The same tensor as
+            `probability` where that is the ranking.
+        scores (`torch.FloatTensor` of shape `(M, V)`, *optional*): What they were chosen from, on the model's device,
+            if the response keeps scores.
+    """
+
+    tokens: torch.LongTensor
+    probability: torch.FloatTensor
+    ranking: torch.FloatTensor
+    scores: torch.FloatTensor | None = None
+
+
+class Sampler:
+    """Chooses a token for each masked one.
+
+    Args:
+        generation_config (`D2FGenerationConfig`): With its defaults filled in.
+        logits_processor (`LogitsProcessorList`): Applied to the logits of each masked token.
+        generator (`torch.Generator`, *optional*): Source of randomness.
+    """
+
+    def __init__(
+        self,
+        generation_config: D2FGenerationConfig,
+        logits_processor: LogitsProcessorList,
+        generator: torch.Generator | None = None,
+    ):
+        self.logits_processor = logits_processor
+        self.generator = generator
+        self.do_sample: bool = bool(generation_config.do_sample)
+        self.token_ranking: str = generation_config.token_ranking or "probability"
+        if generation_config.acceptance_rule == "entropy_bound":
+            self.token_ranking = "neg_entropy"
+        # With remasking the question is also how probable tokens still are that are decoded already.
+        self.keeps_decoded_tokens = bool(generation_config.remask_threshold)
+        # Whether a token can be chosen only once all before it are decoded.
+        self.left_to_right = any(depends_on_previous_tokens(processor) for processor in logits_processor)
+
+    def __call__(
+        self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
+    ) -> Prediction:
+        """Chooses from `logits` `(M, V)`, in float32 and after the logits processors.
+
+        The vocabulary is wide, so float32 copies are made of a few rows at a time.
+
+        Args:
+            logits (`torch.Tensor` of shape `(M, V)`): Of the masked tokens, as they leave the model's head.
+            row, index (`torch.LongTensor` of shape `(M,)`): Row of the response and position in it of each.
+            response (`Response`): The tokens around them.
+
+        Raises:
+            ValueError: for logits that leave no choice.
+        """
+        at_a_time = SCORES_AT_A_TIME if logits.device.type == "cpu" else SCORES_AT_A_TIME_ON_ACCELERATOR
+        if logits.numel() <= at_a_time:
+            prediction = self.choose(logits, row, index, response)
+        else:
+            num_rows = max(1, at_a_time // logits.shape[1])
+            parts = zip(logits.split(num_rows), row.split(num_rows), index.split(num_rows), strict=True)
+            prediction = _concatenated([self.choose(*part, response) for part in parts])
+        tokens, probability, ranking, scores = prediction
+        if logits.device.type != "cpu":  # in one transfer; float32 holds every token id
+            tokens, probability, ranking = torch.stack([tokens.float(), probability, ranking]).cpu()
+            tokens = tokens.long()
+        if not math.isfinite(probability.sum().item()):
+            raise ValueError(NOT_FINITE)
+        return Prediction(tokens, probability, ranking, scores)
+
+    def choose(
+        self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
+    ) -> Prediction:
+        """Chooses from few enough `logits` `(M, V)` for one float32 copy. All of the result is on their device."""
+        scores = logits.float()
+        if scores is logits and "logits" in response.kept:
+            scores = scores.clone()
+        if len(self.logits_processor) > 0:
+            # What they leave must not be the mask token alone.
+            scores[:, response.mask_token_id] = -torch.inf
+        if response.min_new_tokens > 0 and response.eos_token_ids:
+            is_early = torch.zeros_like(scores, dtype=torch.bool)
+            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens).to(scores.device)[:, None]
+            scores = scores.masked_fill(is_early, -torch.inf)
+        scores = process_logits(scores, row, index, response, self.logits_processor)
+        current_tokens = None
+        if self.keeps_decoded_tokens:
+            current_tokens = response.sequences[row, response.prompt_lengths[row] + index].to(scores.device)
+        tokens, probability, ranking = sample_tokens(
+            scores,
+            self.do_sample,
+            self.token_ranking,
+            forbidden_token_id=response.mask_token_id,  # "not decoded yet" is not something to decode
+            generator=self.generator,
+            current_tokens=current_tokens,
+        )
+        return Prediction(tokens, probability, ranking, scores if "scores" in response.kept else None)
+
+
+def _concatenated(parts: list[Prediction]) -> Prediction:
+    """The predictions of all parts, in their order."""
+    tokens, probability, ranking = (torch.cat([part[i] for part in parts]) for i in range(3))
+    scores = None if parts[0].scores is None else torch.cat([part.scores for part in parts])
+    return Prediction(tokens, probability, ranking, scores)
+
+
+def sample_tokens(
+    scores: torch.FloatTensor,
+    do_sample: bool,
+    token_ranking: str,
+    forbidden_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    current_tokens: torch.LongTensor | None = None,
+) -> tuple[torch.LongTensor, torch.FloatTensor, torch.FloatTensor]:
+    """A token for each row of `scores`, its probability, and its rank value, `(M,)` each.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `(M, V)`): After the logits processors. The column of
+            `forbidden_token_id` is -inf afterwards.
+        do_sample (`bool`): Draw a token; otherwise take the most probable one.
+        token_ranking (`str`): `"probability"`, `"neg_entropy"`, `"margin"` or `"random"`.
+        forbidden_token_id (`int`, *optional*): A token that is not chosen. What the model gives to it counts in the
+            probabilities of the others, as in the reference.
+        generator (`torch.Generator`, *optional*): Source of randomness.
+        current_tokens (`torch.LongTensor` of shape `(M,)`, *optional*): Tokens that are decoded already. They are
+            kept; `forbidden_token_id` stands where there is none.
+    """
+    probabilities = scores.softmax(-1)
+    if token_ranking == "neg_entropy":
+        ranking = (probabilities * (probabilities + 1e-10).log()).sum(-1)
+    elif token_ranking == "margin":
+        top_two = probabilities.topk(2, dim=-1).values
+        ranking = top_two[:, 0] - top_two[:, 1]
+    elif token_ranking == "random":
+        ranking = torch.rand(len(scores), generator=generator, device=scores.device)
+    if forbidden_token_id is not None:
+        scores[:, forbidden_token_id] = -torch.inf
+    if do_sample:
+        # What `torch.multinomial` does, without its check for NaN, which would hide where the NaN comes from.
+        noise = torch.empty_like(probabilities).exponential_(generator=generator)
+        tokens = _argmax((probabilities / noise).masked_fill_(scores == -torch.inf, -1.0))
+    else:
+        tokens = _argmax(scores)
+    if current_tokens is not None:
+        tokens = tokens.where((current_tokens == forbidden_token_id)[:, None], current_tokens[:, None])
+    probability = probabilities.gather(-1, tokens).squeeze(-1)
+    return tokens.squeeze(-1), probability, probability if token_ranking == "probability" else ranking
+
+
+def _argmax(values: torch.FloatTensor) -> torch.LongTensor:
+    """`values.argmax(-1, keepdim=True)` of `values` `(M, V)`."""
+    num_rows, size = values.shape
+    if values.device.type != "cpu" or size < 64 * 64 or size % 64:
+        return values.max(-1, keepdim=True).indices
+    # A CPU finds a largest value several times faster than its index: first that of 64 values each, then indices.
+    groups = values.view(num_rows, -1, 64)
+    group = groups.amax(-1).max(-1, keepdim=True).indices  # [M, 1]
+    inner = groups.gather(1, group[..., None].expand(-1, -1, 64)).squeeze(1).max(-1, keepdim=True).indices
+    return group * 64 + inner

@@ -1,0 +1,155 @@
+"""One forward over the windows of rows that are at different places: positions, mask, cache slots, shapes.
+
+A row is stored compactly, its prompt from slot 0, so block-causal attention is `slot < visible_length`. Padding of the
+window is left out where there is much of it. Compiled windows are rounded up to a few sizes, so that shapes repeat.
+"""
+
+# B rows of the response, A of them that are fed, L its tokens, W window, S key/value slots, V vocabulary, M tokens
+# that have logits
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from transformers import CompileConfig
+
+from .block_causal import visible_length
+from .cache_d2f import CHUNK, PADDING, D2FCache
+from .decoding_loop import BlockDiffusionModel
+
+COMPILED_SHAPES = 64
+# What is compiled for a model, with the config and the base model that it was compiled for.
+_compiled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class WindowForward:
+    """Feeds windows to a model and keeps its cache.
+
+    Args:
+        model (`BlockDiffusionModel`): The model.
+        block_size (`int`): K, tokens per response block.
+        num_slots (`int`): Tokens of the longest row, prompt and response.
+        device (`torch.device`): Of the model's inputs.
+
+    Attributes:
+        cache (`D2FCache`): Its rows are the rows that are fed, in their order.
+    """
+
+    def __init__(self, model: BlockDiffusionModel, block_size: int, num_slots: int, device: torch.device):
+        self.model = model
+        self.block_size = block_size
+        self.num_slots = num_slots
+        self.device = device
+        self.look_back = int(model.config.right_shift_logits)  # the token before the window predicts its first one
+        self.cache = D2FCache(model.config.num_hidden_layers, num_slots, device)
+        self.compiled: Callable | None = None
+
+    def compile(self, compile_config: CompileConfig | None, num_rows: int) -> None:
+        """From now on feeds at most `num_rows` rows to a compiled model."""
+        self.compiled = _compiled_base_model(self.model, compile_config)
+        # CUDA graphs write to fixed addresses, so everything is reserved now.
+        self.cache.reserve(bucket(num_rows, 1), bucket(self.num_slots, CHUNK))
+
+    def __call__(
+        self,
+        sequences: torch.LongTensor,
+        rows: torch.LongTensor,
+        prompt_lengths: torch.LongTensor,
+        start: torch.LongTensor,
+        end: torch.LongTensor,
+        row: torch.LongTensor,
+        index: torch.LongTensor,
+    ) -> torch.Tensor:
+        """Feeds `rows` of `sequences`, each from `start` to `end`.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `(B, L)`): Tokens, on the host like all arguments.
+            rows (`torch.LongTensor` of shape `(A,)`): The rows that are fed, in the order of the cache's rows.
+            prompt_lengths (`torch.LongTensor` of shape `(A,)`): Prompt tokens of each row.
+            start, end (`torch.LongTensor` of shape `(A,)`): The window of each row. Of what is before it, keys and
+                values are in the cache.
+            row, index (`torch.LongTensor` of shape `(M,)`): The response tokens whose logits are wanted.
+
+        Returns:
+            `torch.Tensor` of shape `(M, V)`: logits that predict these tokens, on the model's device.
+        """
+        is_first_forward = int(start.min()) == 0
+        if self.look_back:
+            start = (start - 1).clamp(min=0)
+        width, num_slots = int((end - start).max()), int(end.max())
+        # Prompts have any length. Compiled shapes are for the steps behind them.
+        is_compiled = self.compiled is not None and not is_first_forward
+        if is_compiled:
+            width, num_slots = bucket(width, self.block_size), bucket(num_slots, CHUNK)
+        position = start[:, None] + torch.arange(width, device="cpu")  # [A, W]
+        is_fed = position < end[:, None]
+        position = position.where(is_fed, 0)
+        visible = torch.minimum(visible_length(position, prompt_lengths, self.block_size), end[:, None])  # [A, W]
+        allowed = torch.arange(num_slots, device="cpu") < visible[..., None]  # [A, W, S]
+        column = (prompt_lengths - start)[row] + (index - self.look_back)  # in the window
+        write_slots = position.where(is_fed, PADDING)
+        input_ids = sequences[rows[:, None], position]
+        is_packed = False
+        if is_compiled:  # rows of nothing but padding, which see one slot
+            num_rows = len(position)
+            missing = bucket(num_rows, 1) - num_rows
+            input_ids, position = (F.pad(values, (0, 0, 0, missing)) for values in (input_ids, position))
+            write_slots = F.pad(write_slots, (0, 0, 0, missing), value=PADDING)
+            allowed = F.pad(allowed, (0, 0, 0, 0, 0, missing))
+            allowed[num_rows:, :, 0] = True
+        elif len(position) > 1 and is_worth_packing(is_fed):  # one row of what is no padding
+            is_packed = True
+            column = (is_fed.flatten().cumsum(0) - 1)[row * width + column]
+            row = torch.zeros_like(row)
+            input_ids, position = input_ids[is_fed][None], position[is_fed][None]
+        self.cache.set_window(write_slots, num_slots, is_packed)
+        # Nobody waits for what goes to the device.
+        input_ids, allowed, position, row, column = (
+            values.to(self.device, non_blocking=True)
+            for values in (input_ids, allowed[:, None], position, row, column)
+        )
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": allowed,
+            "position_ids": position,
+            "cache": self.cache,
+        }
+        if is_compiled:
+            hidden_states = self.compiled(**inputs).last_hidden_state
+            return self.model.get_output_embeddings()(hidden_states[row, column])
+        return self.model(**inputs, logits_to_keep=(row, column)).logits
+
+
+def is_worth_packing(is_fed: torch.BoolTensor) -> bool:
+    """Whether so much of a window `(A, W)` is padding that leaving it out saves more than it costs.
+
+    Measured with the reference model on a CPU: see docs/log.md.
+    """
+    num_fed = int(is_fed.sum())
+    return num_fed < 0.8 * is_fed.numel() and is_fed.numel() - num_fed >= 64
+
+
+def bucket(size: int, unit: int) -> int:
+    """The smallest of `unit`, 2 `unit`, 4 `unit` ... that is at least `size`."""
+    while unit < size:
+        unit *= 2
+    return unit
+
+
+def _compiled_base_model(model: BlockDiffusionModel, compile_config: CompileConfig | None) -> Callable:
+    """The model without its head, compiled once; by default as transformers does it."""
+    compile_config = CompileConfig() if compile_config is None else compile_config
+    known = _compiled.get(model)
+    if known is None or known[0] != compile_config or known[1] is not model.base_model:
+        # The bound method: a compiled module would become a part of the model.
+        compiled = torch.compile(model.base_model.__call__, **compile_config.to_dict())
+        _compiled[model] = known = (compile_config, model.base_model, compiled)
+    compiled = known[2]
+
+    def call(**inputs):
+        # Torch counts compiled shapes by code, which all models in a process share.
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
+            return compiled(**inputs)
+
+    return call
