@@ -1,7 +1,8 @@
 """How much memory a denoising step takes beyond the weights and the key/value cache."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -91,11 +92,14 @@ def step_memory(
         else:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 timed_call(system, inputs, script)
-            events = profiler.profiler.kineto_results.events()
-            totals = highest_totals(
-                [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"],
-                [event.start_ns() for event in events if event.name() == STEP],
-            )
+            events = list(_flat(profiler.profiler.kineto_results.experimental_event_tree()))
+            allocations = [
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+                for event in events
+                if event.name == "[memory]"
+            ]
+            starts = [event.start_time_ns for event in events if event.name == STEP]
+            totals = highest_totals(known_changes(allocations), starts)
     if len(steps) < 2:
         raise ValueError(
             f"`inputs` and `script` must take two forwards at least, because the first one is left out, got "
@@ -108,6 +112,27 @@ def step_memory(
     num_positions, num_masked = steps[largest]
     logits_bytes = num_masked * model.config.vocab_size * value_size
     return StepMemory(beyond[largest], logits_bytes, num_masked, num_positions)
+
+
+def known_changes(allocations: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Time and bytes of what was taken in a profile, and of when that was given back.
+
+    The profiler also reports memory that is given back in the profile but was taken before it, with the size of what
+    an earlier profile saw at its address.
+
+    Args:
+        allocations (`Sequence[tuple[int, int, int]]`): Time, address and bytes, negative where memory is given back.
+    """
+    changes, taken = [], set()
+    for moment, address, size in sorted(allocations):
+        if size > 0:
+            taken.add(address)
+        elif address not in taken:
+            continue
+        else:
+            taken.remove(address)
+        changes.append((moment, size))
+    return changes
 
 
 def highest_totals(changes: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[int]:
@@ -135,3 +160,10 @@ def highest_totals(changes: Sequence[tuple[int, int]], starts: Sequence[int]) ->
 def _cache_bytes(cache: Cache | None) -> int:
     layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+def _flat(events: Sequence[Any]) -> Iterator[Any]:
+    """The profiler's events and those within them."""
+    for event in events:
+        yield event
+        yield from _flat(event.children)

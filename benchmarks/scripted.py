@@ -29,11 +29,11 @@ SIZES = {
 
 
 # Options of `generate` that say which loop runs and which tokens it accepts, and the values that a script works with.
-UNSCRIPTED_OPTIONS = {
+SCRIPTED_OPTIONS = {
     "decoding": ("d2f",),
-    "acceptance_rule": ("threshold",),
+    "acceptance_rule": ("threshold", "factor", "credit"),  # by entropy there is no "accept this one, not that one"
     "num_branches": (1,),
-    "remask_threshold": (),
+    "remask_threshold": (0,),
 }
 
 
@@ -141,7 +141,7 @@ class ScriptedAcceptance:
         Raises:
             ValueError: for another loop than the pipelined one, or another rule than its threshold.
         """
-        for name, scripted in UNSCRIPTED_OPTIONS.items():
+        for name, scripted in SCRIPTED_OPTIONS.items():
             value = getattr(generation_config, name, None)
             if value not in (None, *scripted):
                 raise ValueError(
