@@ -134,7 +134,7 @@ def test_rules_that_go_by_probability_keep_to_a_script(acceptance_rule):
 def test_tokens_that_are_held_back_are_noticed_in_the_next_step(options):
     """They were decoded later than scripted, and the figures were of another number of tokens per forward."""
     model = tiny_model(block_size=4)
-    with ScriptedAcceptance([6.0]).on(model), pytest.raises(ValueError, match="must let tokens be accepted as script"):
+    with ScriptedAcceptance([3.0]).on(model), pytest.raises(ValueError, match="must let tokens be accepted as script"):
         model.generate(**PROMPT, max_new_tokens=32, **options)
 
 
@@ -149,7 +149,8 @@ def test_a_script_is_for_a_batch_of_its_size():
 def test_requests_that_join_and_leave_have_no_script():
     model = tiny_model()
     with ScriptedAcceptance([2.0, 2.0]).on(model), pytest.raises(ValueError, match="streams"):
-        list(model.generate_stream_batch([[1, 2], [3], [4, 5], [6]], max_batch_size=2, max_prompt_length=4))
+        requests = [torch.tensor(ids) for ids in ([1, 2], [3], [4, 5], [6])]
+        list(model.generate_stream_batch(requests, max_batch_size=2, max_prompt_length=4, max_new_tokens=8))
 
 
 def test_random_inputs_are_on_the_host_whatever_the_default_device():

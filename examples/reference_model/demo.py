@@ -111,8 +111,8 @@ class BlockStreamer(BaseStreamer):
         self.drawn_lines = len(lines)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     logging.disable_progress_bar()
     print("Loading the models ...", flush=True)
     try:
@@ -130,12 +130,12 @@ def main() -> None:
     answer_all(models, questions)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--question", help="a word problem of yours, instead of the three built-in ones")
     parser.add_argument("--models", type=Path, default=HERE, help="folder of the models")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all models")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.question is not None and not args.question.strip():
         parser.error("--question must not be empty. Leave it out for the built-in problems.")
     return args
