@@ -79,7 +79,7 @@ class FastDLLMDecoder:
             for step in itertools.count():
                 # 1. What there is to decode.
                 is_masked = response.is_masked()[:, start:end]  # [B, K]
-                is_active = (is_masked.any(-1) | (step < min_steps)) & ~response.is_stopped()
+                is_active = (is_masked.any(-1) | (step < min_steps)) & ~response.has_stopped
                 if not is_active.any():
                     break
                 yield

@@ -1,8 +1,15 @@
-"""What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`."""
+"""What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`.
 
+Each option is declared once, by an [`Option`] in the annotation of its attribute: its default, what it must be, and
+which ways of decoding do not use it. `__init__`, the defaults and all refusals follow from these declarations.
+"""
+
+import inspect
 import math
+import numbers
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from transformers.generation import GenerationConfig
@@ -14,57 +21,80 @@ DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
 BLOCK_CACHES = ("none", "prefix", "dual")
-_RULE_PARAMETERS = tuple(dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names))
 
-# Arguments that have no meaning in a decoding mode, with what the mode has in their place.
+
+class Check(NamedTuple):
+    """What a value must be.
+
+    Args:
+        must_be (`str`): That in words, for the error, and the way out.
+        is_met_by (`Callable`): Whether a value is that. It is not asked about `None`, which says nothing.
+    """
+
+    must_be: str
+    is_met_by: Callable[[Any], bool]
+
+
+class Option(NamedTuple):
+    """How one parameter of `generate` is filled in, checked and refused.
+
+    Args:
+        check (`Check`): What a value must be.
+        not_used_by (`dict[str, str]`): The values of `decoding` that do not use it, and what they have in its place.
+            A parameter with a default is refused as a keyword only: in a config it may be for another decoding.
+        default (`Any`): The value where nobody says anything.
+    """
+
+    check: Check
+    not_used_by: Mapping[str, str] = {}
+    default: Any = None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_token_id_or_several(value: Any) -> bool:
+    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return len(values) > 0 and all(_is_integer(token_id) for token_id in values)
+
+
+def _one_of(*values: str) -> Check:
+    return Check(f"one of {values}", lambda value: isinstance(value, str) and value in values)
+
+
+def _integer_from(smallest: int) -> Check:
+    return Check(f"an integer of at least {smallest}", lambda value: _is_integer(value) and value >= smallest)
+
+
+def _left_out(*neutral: Any) -> Check:
+    return Check(
+        "left out: block diffusion does not support it. Load an autoregressive model for it",
+        lambda value: isinstance(value, (bool, int, float)) and value in neutral,
+    )
+
+
+def _of_d2f(instead: str) -> dict[str, str]:
+    """`not_used_by` of an option of pipelined decoding, with what the others have in its place."""
+    return {"vanilla": instead, "fast_dllm": instead}
+
+
+_SHARE = Check("a number in [0, 1]", lambda value: _is_number(value) and 0.0 <= value <= 1.0)
+_AMOUNT = Check("a finite number of at least 0", lambda value: _is_number(value) and 0.0 <= value < math.inf)
+_FROM_ZERO = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0.0)
+_FINITE = Check("a finite number", lambda value: _is_number(value) and math.isfinite(value))
+_TRUE_OR_FALSE = Check("True or False", lambda value: isinstance(value, bool))
+_ONE_TOKEN_ID = Check("a token id, which is an integer", _is_integer)
+_TOKEN_IDS = Check("a token id or a list of token ids, which are integers", _is_token_id_or_several)
+
 _SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
-_D2F_STEPS = {
-    "acceptance_rule": "it accepts by a rule of its own",
-    **dict.fromkeys(_RULE_PARAMETERS, "it belongs to an `acceptance_rule`"),
-    "num_branches": "it decodes one block at a time",
-    "remask_threshold": "a token that it accepts stays",
-    "compile_config": "only the steps of pipelined decoding are compiled",
-}
-WITHOUT_MEANING_IN = {
-    "d2f": {
-        "steps": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
-        "unmask_schedule": "the thresholds decide what is accepted",
-        "ranking_temperature": _SAMPLED_TOKENS,
-        "guidance_scale": "guidance needs a second forward over a prompt that is masked",
-        "block_cache": "keys and values of a decoded block never change, so all are kept",
-    },
-    "vanilla": {"block_cache": "nothing is kept from one forward to the next", **_D2F_STEPS},
-    "fast_dllm": {
-        "unmask_schedule": "`confidence_threshold` decides what is accepted, or `steps` how much",
-        "ranking_temperature": _SAMPLED_TOKENS,
-        "guidance_scale": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
-        **_D2F_STEPS,
-    },
-}
-
-# Arguments of transformers' other decoders, with the values that ask for nothing.
-_WITHOUT_MEANING = {
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "low_memory": (None, False),
-    "prompt_lookup_num_tokens": (None,),
-    "token_healing": (None, False),
-    "encoder_repetition_penalty": (None, 1, 1.0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "watermarking_config": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "force_words_ids": (None,),
-    "constraints": (None,),
-    "num_beam_groups": (None, 1),
-    "diversity_penalty": (None, 0, 0.0),
-    "length_penalty": (None, 1, 1.0),
-    "early_stopping": (None, False),
-    "decoder_start_token_id": (None,),
-    "is_assistant": (None, False),
-    "prefill_chunk_size": (None,),
-    "cache_config": (None,),
-}
+_ONE_BLOCK_AT_A_TIME = _of_d2f("it decodes one block after the other")
+_OF_A_RULE = _of_d2f("it belongs to an `acceptance_rule`")
 
 
 class D2FGenerationConfig(GenerationConfig):
@@ -76,7 +106,7 @@ class D2FGenerationConfig(GenerationConfig):
     Args:
         decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default); `"vanilla"`, the sampler of the
             original bidirectional model, which is slow but needs no distillation; or `"fast_dllm"`, Fast-dLLM's
-            acceleration of the latter by a confidence threshold and an approximate cache.
+            acceleration of it by a confidence threshold and an approximate cache.
         block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
         block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
             one reaches it (default 0.1). 1.0 decodes block by block.
@@ -95,32 +125,6 @@ class D2FGenerationConfig(GenerationConfig):
         max_active_blocks (`int`, *optional*): At most so many blocks of a row that are not decoded are open at a
             time. No cap by default. Later blocks are invisible to earlier ones, so it changes when, not what, blocks
             predict.
-        acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"threshold"` (default), what
-            is above `confidence_threshold`, as in the paper; `"credit"`, the same where a token's probability is
-            raised by what it earned as the prediction of earlier steps (CreditDecoding); `"factor"`, the more at once,
-            the surer all must be (Fast-dLLM's factor rule); `"entropy_bound"`, the surest ones, as far as their
-            entropy allows (EB-Sampler). By each of them a fully activated block accepts at least one token.
-            `acceptance_rules.py` has definitions and sources.
-        semi_activated_threshold (`float`, *optional*): For `"threshold"` and `"credit"`: `confidence_threshold` of the
-            blocks that are not fully activated; the same one by default.
-        credit_decay, credit_strength (`float`, *optional*): For `"credit"`: the share of its credit that a token keeps
-            from step to step, beta (default 0.7), and how much the credit raises its probability, alpha (default
-            0.65; 0 not at all). The raised probability also decides which token a fully activated block must accept,
-            so `token_ranking` has no meaning.
-        confidence_factor (`float`, *optional*): For `"factor"`: f of `(n + 1) * (1 - confidence) < f`, which all n
-            accepted tokens of a block satisfy (default 1.0). Higher accepts more. It takes the place of
-            `confidence_threshold`.
-        entropy_bound (`float`, *optional*): For `"entropy_bound"`: gamma, the sum of the accepted tokens' entropies
-            that a block may reach, in nats; without the largest of them where it is fully activated (default 0.1).
-            Higher accepts more. It takes the place of `confidence_threshold` and `token_ranking`.
-        num_branches (`int`, *optional*): For `decoding="d2f"`: LoPA's look-ahead. Each forward reads that many
-            variants of the row, which costs as much as that many rows. All but the first try one more of the most
-            probable tokens each, and the one that leaves the model surest of the rest is kept. It counts as one
-            forward. Without it, or with 1, there is no look-ahead.
-        remask_threshold (`float`, *optional*): For `decoding="d2f"`: decoded tokens of blocks that are not final
-            become masks again when the model gives them a probability below it, each place at most once. Streamers
-            and stopping criteria are told about a block once it is final. Without it, or with 0, tokens stay. Not
-            together with `num_branches`.
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
@@ -141,139 +145,132 @@ class D2FGenerationConfig(GenerationConfig):
             sees every other one. With them a block takes two forwards at least, as in the original, even if the first
             decodes all of it. `use_cache=False` means `"none"`.
 
+    Experimental: measured below the default, or equal to it at best (docs/benchmarks), and free to change.
+
+    Args:
+        acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"threshold"` (default), what
+            is above `confidence_threshold`, as in the paper; `"credit"`, the same where a token's probability is
+            raised by what it earned as the prediction of earlier steps (CreditDecoding); `"factor"`, the more at once,
+            the surer all must be (Fast-dLLM's factor rule); `"entropy_bound"`, the surest ones, as far as their
+            entropy allows (EB-Sampler). By each of them a fully activated block accepts at least one token.
+            `acceptance_rules.py` has definitions and sources.
+        semi_activated_threshold (`float`, *optional*): For `"threshold"` and `"credit"`: `confidence_threshold` of the
+            blocks that are not fully activated; the same one by default.
+        credit_decay, credit_strength (`float`, *optional*): For `"credit"`: the share of its credit that a token keeps
+            from step to step, beta (default 0.7), and how much the credit raises its probability, alpha (default
+            0.65; 0 not at all). The raised probability also decides which token a fully activated block must accept,
+            so `token_ranking` is not used.
+        confidence_factor (`float`, *optional*): For `"factor"`: f of `(n + 1) * (1 - confidence) < f`, which all n
+            accepted tokens of a block satisfy (default 1.0). Higher accepts more. It takes the place of
+            `confidence_threshold`.
+        entropy_bound (`float`, *optional*): For `"entropy_bound"`: gamma, the sum of the accepted tokens' entropies
+            that a block may reach, in nats; without the largest of them where it is fully activated (default 0.1).
+            Higher accepts more. It takes the place of `confidence_threshold` and `token_ranking`.
+        num_branches (`int`, *optional*): For `decoding="d2f"`: LoPA's look-ahead. Each forward reads that many
+            variants of the row, which costs as much as that many rows. All but the first try one more of the most
+            probable tokens each, and the one that leaves the model surest of the rest is kept. It counts as one
+            forward. Without it, or with 1, there is no look-ahead.
+        remask_threshold (`float`, *optional*): For `decoding="d2f"`: decoded tokens of blocks that are not final
+            become masks again when the model gives them a probability below it, each position at most once. Streamers
+            and stopping criteria are told about a block once it is final. Without it, or with 0, tokens stay. Not
+            together with `num_branches`.
+
     Raises:
-        ValueError: for a value that is out of range, or an argument that has no meaning here.
+        ValueError: for a value that is out of range, or an argument that is not used or not supported here.
     """
 
-    _DEFAULTS = {
-        "decoding": "d2f",
-        "block_size": None,
-        "block_add_threshold": 0.1,
-        "block_activation_threshold": 0.95,
-        "confidence_threshold": 0.9,
-        "token_ranking": "probability",
-        "max_active_blocks": None,
-        "acceptance_rule": None,
-        "semi_activated_threshold": None,
-        "credit_decay": None,
-        "credit_strength": None,
-        "confidence_factor": None,
-        "entropy_bound": None,
-        "num_branches": None,
-        "remask_threshold": None,
-        "output_trace": False,
-        "steps": None,
-        "unmask_schedule": None,
-        "ranking_temperature": None,
-        "block_cache": None,
-    }
+    decoding: Annotated[str | None, Option(_one_of(*DECODING_MODES), default="d2f")]
+    block_size: Annotated[int | None, Option(_integer_from(1))]
+    block_add_threshold: Annotated[float | None, Option(_SHARE, _ONE_BLOCK_AT_A_TIME, 0.1)]
+    block_activation_threshold: Annotated[float | None, Option(_SHARE, _ONE_BLOCK_AT_A_TIME, 0.95)]
+    confidence_threshold: Annotated[
+        float | None, Option(_SHARE, {"vanilla": "`steps` says how many tokens each step accepts"}, 0.9)
+    ]
+    token_ranking: Annotated[str | None, Option(_one_of(*TOKEN_RANKINGS), default="probability")]
+    max_active_blocks: Annotated[int | None, Option(_integer_from(1), _ONE_BLOCK_AT_A_TIME)]
+    output_trace: Annotated[bool | None, Option(_TRUE_OR_FALSE, _of_d2f("it has no windows to tell of"), False)]
+    steps: Annotated[
+        int | None,
+        Option(
+            _integer_from(1), {"d2f": "it takes as many as it needs; `confidence_threshold` trades speed for quality"}
+        ),
+    ]
+    unmask_schedule: Annotated[
+        str | None,
+        Option(
+            _one_of(*UNMASK_SCHEDULES),
+            {
+                "d2f": "the thresholds decide what is accepted",
+                "fast_dllm": "`confidence_threshold` decides what is accepted, or `steps` how much",
+            },
+        ),
+    ]
+    ranking_temperature: Annotated[
+        float | None, Option(_FROM_ZERO, {"d2f": _SAMPLED_TOKENS, "fast_dllm": _SAMPLED_TOKENS})
+    ]
+    block_cache: Annotated[
+        str | None,
+        Option(
+            _one_of(*BLOCK_CACHES),
+            {
+                "d2f": "keys and values of a decoded block never change, so all are kept",
+                "vanilla": "nothing is kept from one forward to the next",
+            },
+        ),
+    ]
+    acceptance_rule: Annotated[
+        str | None, Option(_one_of(*ACCEPTANCE_RULES), _of_d2f("it accepts by a rule of its own"))
+    ]
+    semi_activated_threshold: Annotated[float | None, Option(_SHARE, _OF_A_RULE)]
+    credit_decay: Annotated[float | None, Option(_SHARE, _OF_A_RULE)]
+    credit_strength: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
+    confidence_factor: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
+    entropy_bound: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
+    num_branches: Annotated[int | None, Option(_integer_from(1), _of_d2f("it has no branches to choose from"))]
+    remask_threshold: Annotated[float | None, Option(_SHARE, _of_d2f("a token that it accepts stays"))]
 
     def __init__(self, **kwargs):
-        self.decoding: str | None = kwargs.pop("decoding", None)
-        self.block_size: int | None = kwargs.pop("block_size", None)
-        self.block_add_threshold: float | None = kwargs.pop("block_add_threshold", None)
-        self.block_activation_threshold: float | None = kwargs.pop("block_activation_threshold", None)
-        self.confidence_threshold: float | None = kwargs.pop("confidence_threshold", None)
-        self.token_ranking: str | None = kwargs.pop("token_ranking", None)
-        self.max_active_blocks: int | None = kwargs.pop("max_active_blocks", None)
-        self.acceptance_rule: str | None = kwargs.pop("acceptance_rule", None)
-        self.semi_activated_threshold: float | None = kwargs.pop("semi_activated_threshold", None)
-        self.credit_decay: float | None = kwargs.pop("credit_decay", None)
-        self.credit_strength: float | None = kwargs.pop("credit_strength", None)
-        self.confidence_factor: float | None = kwargs.pop("confidence_factor", None)
-        self.entropy_bound: float | None = kwargs.pop("entropy_bound", None)
-        self.num_branches: int | None = kwargs.pop("num_branches", None)
-        self.remask_threshold: float | None = kwargs.pop("remask_threshold", None)
-        self.output_trace: bool | None = kwargs.pop("output_trace", None)
-        self.steps: int | None = kwargs.pop("steps", None)
-        self.unmask_schedule: str | None = kwargs.pop("unmask_schedule", None)
-        self.ranking_temperature: float | None = kwargs.pop("ranking_temperature", None)
-        self.block_cache: str | None = kwargs.pop("block_cache", None)
+        for name in OPTIONS:
+            setattr(self, name, kwargs.pop(name, None))
         # A config that says so loses what the base class does not know when it is loaded again.
         kwargs.pop("_from_model_config", None)
         super().__init__(**kwargs)
 
     def validate(self, *args, **kwargs):
+        check_values(vars(self))
         super().validate(*args, **kwargs)
-        for name, values in (
-            ("decoding", DECODING_MODES),
-            ("token_ranking", TOKEN_RANKINGS),
-            ("unmask_schedule", UNMASK_SCHEDULES),
-            ("block_cache", BLOCK_CACHES),
-            ("acceptance_rule", tuple(ACCEPTANCE_RULES)),
-        ):
-            value = getattr(self, name)
-            if value is not None and value not in values:
-                raise ValueError(f"`{name}` must be one of {values}, got {value!r}. Leave it out for the default.")
-        for name in ("block_size", "max_active_blocks", "steps", "num_branches"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"`{name}` must be an integer of at least 1, got {value!r}. Leave it out for the default."
-                )
-        for name in ("block_add_threshold", "block_activation_threshold", "confidence_threshold"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0.0 <= value <= 1.0):
-                raise ValueError(
-                    f"`{name}` must be a number in [0, 1], got {value!r}. It is a share of decoded tokens or a "
-                    f"probability; the default is {self._DEFAULTS[name]}."
-                )
-        for name in ("semi_activated_threshold", "remask_threshold", "credit_decay"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0.0 <= value <= 1.0):
-                raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}. Leave it out for the default.")
-        for name in ("entropy_bound", "credit_strength", "confidence_factor"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0.0 <= value < math.inf):
-                raise ValueError(
-                    f"`{name}` must be a finite number of at least 0, got {value!r}. Leave it out for the default; "
-                    "higher accepts more."
-                )
-        value = self.ranking_temperature
-        if value is not None and not (_is_number(value) and value >= 0.0):
-            raise ValueError(
-                f"`ranking_temperature` must be a number of at least 0, got {value!r}. 0 takes the best tokens."
-            )
-        if self.output_trace is not None and not isinstance(self.output_trace, bool):
-            raise ValueError(f"`output_trace` must be True or False, got {self.output_trace!r}.")
-        for name, neutral in _WITHOUT_MEANING.items():
+        for name, option in {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}.items():
             value = getattr(self, name, None)
-            if value not in neutral:
-                raise ValueError(
-                    f"`{name}` has no meaning for block diffusion (got {value!r}). Leave it out, or load an "
-                    "autoregressive model for it."
-                )
-        if self.cache_implementation not in (None, "static"):
-            raise ValueError(
-                f"`cache_implementation` must be left out or be 'static', got {self.cache_implementation!r}: "
-                "decoding makes its own preallocated cache."
-            )
-        for name, instead in WITHOUT_MEANING_IN.get(self.decoding, {}).items():
-            value = getattr(self, name)
-            if value is not None and not (name == "guidance_scale" and value == 1):
-                others = [mode for mode in DECODING_MODES if name not in WITHOUT_MEANING_IN[mode]]
-                raise ValueError(
-                    f"`{name}` (got {value!r}) has no meaning with decoding={self.decoding!r}: {instead}. "
-                    f"{' and '.join(f'decoding={mode!r}' for mode in others)} can take it."
-                )
+            if value is not None and option.default is None and not (name == "guidance_scale" and value == 1):
+                self.refuse_what_is_not_used(name, value)
+        if self.output_trace:
+            self.refuse_what_is_not_used("output_trace", True)
         if self.acceptance_rule is not None:
             self._refuse_what_belongs_to_other_rules(self.acceptance_rule)
         if self.num_branches not in (None, 1) and self.remask_threshold is not None:
             raise ValueError(
-                f"`remask_threshold` (got {self.remask_threshold!r}) has no meaning with `num_branches` (got "
+                f"`remask_threshold` (got {self.remask_threshold!r}) is not supported with `num_branches` (got "
                 f"{self.num_branches}): branches are compared by what they have not decoded. Leave one of them out."
             )
         if self.decoding == "d2f" and self.token_ranking == "random":
             raise ValueError(
-                "`token_ranking` 'random' has no meaning with decoding='d2f'. Leave it out, or take "
+                "`token_ranking` 'random' is not supported with decoding='d2f'. Leave it out, or take "
                 "decoding='vanilla' or decoding='fast_dllm'."
             )
-        if self.output_trace and self.decoding in ("vanilla", "fast_dllm"):
-            raise ValueError(f"`output_trace` has no meaning with decoding={self.decoding!r}. Leave it out.")
         if self.unmask_schedule == "independent" and self.ranking_temperature:
             raise ValueError(
-                f"`ranking_temperature` (got {self.ranking_temperature}) has no meaning with "
+                f"`ranking_temperature` (got {self.ranking_temperature}) is not used by "
                 "unmask_schedule='independent', which does not rank. Leave it out."
+            )
+
+    def refuse_what_is_not_used(self, name: str, value: Any) -> None:
+        """Refuses the `value` of a parameter that `decoding` does not use."""
+        not_used_by = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}[name].not_used_by
+        if self.decoding in not_used_by:
+            others = " or ".join(f"decoding={mode!r}" for mode in DECODING_MODES if mode not in not_used_by)
+            raise ValueError(
+                f"`{name}` (got {value!r}) is not used by decoding={self.decoding!r}: {not_used_by[self.decoding]}. "
+                f"Leave it out, or take {others}."
             )
 
     def _refuse_what_belongs_to_other_rules(self, rule: str) -> None:
@@ -282,14 +279,33 @@ class D2FGenerationConfig(GenerationConfig):
             if value is not None:
                 rules = " or ".join(f"acceptance_rule={other!r}" for other, p in ACCEPTANCE_RULES.items() if name in p)
                 raise ValueError(
-                    f"`{name}` (got {value!r}) has no meaning with acceptance_rule={rule!r}. Leave it out, or take "
-                    f"{rules}."
+                    f"`{name}` (got {value!r}) is not used by acceptance_rule={rule!r}. Leave it out, or take {rules}."
                 )
         of_the_rule = {"entropy_bound": "neg_entropy", "credit": "probability"}.get(rule)
         if of_the_rule is not None and self.token_ranking not in (None, "probability", of_the_rule):
             raise ValueError(
-                f"`token_ranking` (got {self.token_ranking!r}) has no meaning with acceptance_rule={rule!r}, which "
+                f"`token_ranking` (got {self.token_ranking!r}) is not used by acceptance_rule={rule!r}, which "
                 "ranks by itself. Leave it out, or take acceptance_rule='threshold' or 'factor'."
+            )
+
+    def refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
+        """Refuses `keywords` of a call that this config, which they went into, does not use.
+
+        Those are the parameters that have a default. In a config they may be the values of another decoding.
+        """
+        for name, value in keywords.items():
+            if value is not None and value is not False and name in OPTIONS:
+                self.refuse_what_is_not_used(name, value)
+        threshold = keywords.get("confidence_threshold")
+        if threshold is not None and self.acceptance_rule in ("entropy_bound", "factor"):
+            raise ValueError(
+                f"`confidence_threshold` (got {threshold!r}) is not used by acceptance_rule={self.acceptance_rule!r}, "
+                "which has a parameter of its own. Leave one of them out."
+            )
+        if threshold is not None and self.decoding == "fast_dllm" and self.steps is not None:
+            raise ValueError(
+                f"`confidence_threshold` (got {threshold!r}) is not used with `steps` (got {self.steps}), which fix "
+                "how many tokens each step accepts. Leave one of them out."
             )
 
     def acceptance_options(self) -> dict[str, Any]:
@@ -300,16 +316,30 @@ class D2FGenerationConfig(GenerationConfig):
 
     def with_defaults(self) -> "D2FGenerationConfig":
         """This config with the paper's values where it says nothing."""
-        for name, value in self._DEFAULTS.items():
+        for name, option in OPTIONS.items():
             if getattr(self, name) is None:
-                setattr(self, name, value)
+                setattr(self, name, option.default)
         self.validate()
         if self.decoding == "d2f":
             self._refuse_what_belongs_to_other_rules(self.acceptance_rule or "threshold")
         return self
 
     def to_diff_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in super().to_diff_dict().items() if k not in self._DEFAULTS or v is not None}
+        return {k: v for k, v in super().to_diff_dict().items() if k not in OPTIONS or v is not None}
+
+    @classmethod
+    def from_file_of_any_version(cls, config: GenerationConfig) -> "D2FGenerationConfig":
+        """What a file says, which the base class has read, with the paper's values where it says nothing.
+
+        It is checked by `generate`, which leaves out what the call has no use for.
+        """
+        loaded = cls()
+        vars(loaded).update(vars(config))
+        for name, option in OPTIONS.items():
+            if getattr(loaded, name) is None:
+                setattr(loaded, name, option.default)
+        loaded._original_object_hash = hash(loaded)
+        return loaded
 
     @classmethod
     def from_model_config(cls, model_config) -> "D2FGenerationConfig":
@@ -321,13 +351,88 @@ class D2FGenerationConfig(GenerationConfig):
         return config
 
 
+# All options, by name, as `D2FGenerationConfig` declares them.
+OPTIONS: dict[str, Option] = {
+    name: annotation.__metadata__[0] for name, annotation in inspect.get_annotations(D2FGenerationConfig).items()
+}
+# The parameters of `GenerationConfig` that are checked here too.
+_OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
+    "max_new_tokens": Option(_integer_from(1)),
+    "max_length": Option(_integer_from(1)),
+    "min_new_tokens": Option(_integer_from(0)),
+    "min_length": Option(_integer_from(0)),
+    "num_return_sequences": Option(_integer_from(1)),
+    "use_cache": Option(_TRUE_OR_FALSE),
+    "eos_token_id": Option(_TOKEN_IDS),
+    "pad_token_id": Option(_ONE_TOKEN_ID),
+    "guidance_scale": Option(
+        _FINITE,
+        {
+            "d2f": "guidance needs a second forward over a prompt that is masked",
+            "fast_dllm": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
+        },
+    ),
+    "compile_config": Option(
+        Check("a `CompileConfig`", lambda value: not isinstance(value, (bool, str, dict))),
+        _of_d2f("only the steps of pipelined decoding are compiled"),
+    ),
+    "cache_implementation": Option(
+        Check("left out or be 'static': decoding makes its own preallocated cache", lambda value: value == "static")
+    ),
+    # Those of transformers' other decoders, with the values that ask for nothing.
+    "penalty_alpha": Option(_left_out(0)),
+    "dola_layers": Option(_left_out()),
+    "low_memory": Option(_left_out(False)),
+    "prompt_lookup_num_tokens": Option(_left_out()),
+    "token_healing": Option(_left_out(False)),
+    "encoder_repetition_penalty": Option(_left_out(1)),
+    "encoder_no_repeat_ngram_size": Option(_left_out(0)),
+    "watermarking_config": Option(_left_out()),
+    "output_attentions": Option(_left_out(False)),
+    "output_hidden_states": Option(_left_out(False)),
+    "force_words_ids": Option(_left_out()),
+    "constraints": Option(_left_out()),
+    "num_beam_groups": Option(_left_out(1)),
+    "diversity_penalty": Option(_left_out(0)),
+    "length_penalty": Option(_left_out(1)),
+    "early_stopping": Option(_left_out(False)),
+    "decoder_start_token_id": Option(_left_out()),
+    "is_assistant": Option(_left_out(False)),
+    "prefill_chunk_size": Option(_left_out()),
+    "cache_config": Option(_left_out()),
+}
+
+# Of these, what changes nothing where there are no beams and no encoder. A model's own config may have it.
+_OF_BEAMS_AND_ENCODERS = (
+    "early_stopping length_penalty num_beam_groups diversity_penalty low_memory is_assistant cache_config "
+    "prefill_chunk_size decoder_start_token_id encoder_repetition_penalty encoder_no_repeat_ngram_size"
+).split()
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuses `values` of parameters, by name, that are not what they must be, whatever the others are."""
+    for name, value in values.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"`{name}` must be a number, got {value!r}. Leave it out for the default.")
+        option = OPTIONS.get(name) or _OPTIONS_OF_TRANSFORMERS.get(name)
+        if option is not None and value is not None and not option.check.is_met_by(value):
+            raise ValueError(
+                f"`{name}` must be {option.check.must_be}, got {value!r}. Leave it out for the default"
+                + ("." if option.default is None else f", {option.default!r}.")
+            )
+
+
 def parameters_of_other_rules(acceptance_rule: str | None) -> tuple[str, ...]:
-    """The parameters that have no meaning with this `acceptance_rule`; `None` is the default, `"threshold"`."""
-    return tuple(p for p in _RULE_PARAMETERS if p not in ACCEPTANCE_RULES.get(acceptance_rule or "threshold", ()))
+    """The parameters that this `acceptance_rule` does not use; `None` is the default, `"threshold"`."""
+    own = ACCEPTANCE_RULES.get(acceptance_rule or "threshold", ())
+    return tuple(dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names if name not in own))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def parameters_not_used_by(decoding: str) -> tuple[str, ...]:
+    """The parameters without a default that this `decoding` does not use."""
+    options = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}
+    not_used = (name for name, o in options.items() if o.default is None and decoding in o.not_used_by)
+    return (*not_used, *_OF_BEAMS_AND_ENCODERS)
 
 
 @dataclass

@@ -5,11 +5,11 @@
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers.generation import (
     EosTokenCriteria,
-    ForcedEOSTokenLogitsProcessor,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -24,23 +24,37 @@ from transformers.utils import logging
 
 from .decoding_loop import DecodingLoop, run_to_the_end
 from .fast_dllm_decoding import FastDLLMDecoder
+from .generate_arguments import (
+    as_plain_config,
+    check_generation_config,
+    check_limits,
+    check_model_kwargs,
+    check_prompts,
+    input_device,
+    num_embeddings,
+    refuse_adapters_of_rows,
+    refuse_unread_inputs,
+    remove_adapter_hooks,
+)
 from .generation_config_d2f import (
-    WITHOUT_MEANING_IN,
+    OPTIONS,
     D2FGenerationConfig,
     D2FGenerationOutput,
+    check_values,
+    parameters_not_used_by,
     parameters_of_other_rules,
 )
 from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
 from .sampler import Sampler
-from .stream_decoding import decode_stream
+from .stream_decoding import StreamDecoder, StreamSampler, stream_responses
+from .stream_requests import RequestPreparer, check_stream_config, check_stream_options
 from .vanilla_decoding import VanillaDecoder
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-D2F_ONLY = ("block_add_threshold", "block_activation_threshold", "max_active_blocks")
 
 
 class D2FGenerationMixin(GenerationMixin):
@@ -56,67 +70,85 @@ class D2FGenerationMixin(GenerationMixin):
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
         # The base class loads generation_config.json as a plain GenerationConfig.
-        if generation_config is not None:
-            generation_config = self.generation_config_class.from_dict(generation_config.to_dict())
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if getattr(self.generation_config, "_from_model_config", False):
             # There is no generation_config.json, and the base class has taken what it knows from config.json.
             self.generation_config = self.generation_config_class.from_model_config(self.config)
-        elif not isinstance(self.generation_config, self.generation_config_class):
-            config = self.generation_config_class.from_dict(self.generation_config.to_dict()).with_defaults()
-            config._original_object_hash = hash(config)
-            self.generation_config = config
+        else:
+            self.generation_config = self.generation_config_class.from_file_of_any_version(self.generation_config)
+
+    def generate(self, inputs=None, generation_config=None, *args, **kwargs):
+        """transformers' `generate`, for prompts `(B, P)` of any integer type on any device.
+
+        The options are those of `generation_config_class`, each of which can be given as a keyword. What cannot be
+        decoded is refused before the first forward.
+
+        Returns:
+            `torch.LongTensor` of shape `(B, P + T)`, or with `return_dict_in_generate=True` [`D2FGenerationOutput`].
+
+        Raises:
+            ValueError: for prompts, options or adapters that are not supported.
+        """
+        if isinstance(kwargs.get("custom_generate"), str):  # somebody else's decoding
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        try:
+            check_generation_config("model.generation_config", self.generation_config)
+            if generation_config is not None:
+                check_generation_config("generation_config", generation_config)
+            if inputs is not None and kwargs.get("input_ids") is not None:
+                raise ValueError("`inputs` and `input_ids` are two names of one argument, got both. Leave one out.")
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError("`inputs_embeds` is not supported: prompts are read as ids. Pass `input_ids`.")
+            refuse_unread_inputs(self)
+            device, given = input_device(self), kwargs.pop("input_ids", None) if inputs is None else inputs
+            if given is not None:
+                attention_mask = kwargs.get("attention_mask")
+                check_prompts(given, attention_mask, num_embeddings(self))
+                inputs = given.to(device=device, dtype=torch.long)
+                if attention_mask is not None:
+                    kwargs["attention_mask"] = attention_mask.to(device=device, dtype=torch.long)
+            output = super().generate(inputs, generation_config, *args, **kwargs)
+        except BaseException:
+            remove_adapter_hooks(self)
+            raise
+        if given is not None and given.device != device:  # the caller gets tokens where the prompts are
+            if isinstance(output, torch.Tensor):
+                return output.to(given.device)
+            if isinstance(output, D2FGenerationOutput):
+                output.sequences = output.sequences.to(given.device)
+        return output
 
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
-        given = (generation_config, self.generation_config)
-        no_length = all(c is None or (c.max_length is None and c.max_new_tokens is None) for c in given)
-        no_length = no_length and kwargs.get("max_length") is None and kwargs.get("max_new_tokens") is None
+        own, given = self.generation_config, kwargs
         if generation_config is not None:
-            known = vars(self.generation_config_class())
-            for name, value in vars(generation_config).items():
-                if name not in known and not name.startswith("_") and value is not None:
-                    raise ValueError(
-                        f"`generation_config` must hold parameters of generation only, but it has `{name}`, which is "
-                        "none. Check the spelling, or leave it out."
-                    )
-        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+            generation_config = as_plain_config(generation_config, own, self.generation_config_class)
+            values = {name: value for name, value in vars(generation_config).items() if value is not None}
+            given = {**values, **{name: value for name, value in kwargs.items() if value is not None}}
+        decoding = given.get("decoding") or getattr(own, "decoding", None) or "d2f"
+        rule = given.get("acceptance_rule") or getattr(own, "acceptance_rule", None)
         # What the model's own generation config says for another mode is no argument of this call.
-        ignored = list(WITHOUT_MEANING_IN.get(config.decoding or "d2f", ()))
-        ignored += parameters_of_other_rules(config.acceptance_rule)
-        threshold = kwargs.get("confidence_threshold")
-        of_this_mode = self.generation_config.decoding == config.decoding
-        if config.decoding == "fast_dllm" and (threshold is not None or not of_this_mode):
-            ignored.append("steps")
+        ignored = {*parameters_not_used_by(decoding), *parameters_of_other_rules(rule)}
+        of_this_mode = (getattr(own, "decoding", None) or "d2f") == decoding
+        if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
+            ignored.add("steps")
+        check_values({name: value for name, value in vars(own).items() if name not in ignored})
+        check_values(given)
+        no_length = not any(
+            value is not None for c in (given, vars(own)) for value in (c.get("max_length"), c.get("max_new_tokens"))
+        )
+        # The base class fills in what the model's own config says. It knows plain configs, whose options may be
+        # those of another decoding until the last word is said.
+        plain, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        config = self.generation_config_class()
+        vars(config).update({name: value for name, value in vars(plain).items() if name != "_from_model_config"})
+        for name in OPTIONS.keys() & model_kwargs.keys():
+            setattr(config, name, model_kwargs.pop(name))
         for name in ignored:
-            if kwargs.get(name) is None and getattr(generation_config, name, None) is None:
+            if given.get(name) is None:
                 setattr(config, name, None)
-        if not isinstance(config, self.generation_config_class):
-            values = {name: value for name, value in vars(config).items() if name != "_from_model_config"}
-            config = self.generation_config_class()
-            vars(config).update(values)
-        config.with_defaults()
+        config.with_defaults().refuse_keywords(kwargs)
         if config.block_size is None:
             config.block_size = self.config.block_size
-        # As keywords only: in a config they may be the values of D2F, which it has by default.
-        refused = () if config.decoding == "d2f" else D2F_ONLY
-        if config.decoding == "vanilla":
-            refused += ("confidence_threshold",)
-        for name in refused:
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` (got {kwargs[name]!r}) has no meaning with decoding={config.decoding!r}. Leave it out, "
-                    "or take decoding='d2f'."
-                )
-        if threshold is not None and config.acceptance_rule in ("entropy_bound", "factor"):
-            raise ValueError(
-                f"`confidence_threshold` (got {threshold!r}) has no meaning with acceptance_rule="
-                f"{config.acceptance_rule!r}, which has a parameter of its own. Leave one of them out."
-            )
-        if config.decoding == "fast_dllm" and config.steps is not None and threshold is not None:
-            raise ValueError(
-                f"`confidence_threshold` (got {threshold!r}) has no meaning with `steps` (got {config.steps}), which "
-                "fix how many tokens each step accepts. Leave one of them out."
-            )
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
@@ -176,18 +208,7 @@ class D2FGenerationMixin(GenerationMixin):
         super()._validate_generation_mode(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs):
-        for name in ("position_ids", "prompt_lengths", "labels", "logits_to_keep"):
-            if model_kwargs.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` is decided by `generate` and cannot be passed to it. Leave it out; `attention_mask` "
-                    "says what is padding."
-                )
-        attention_mask = model_kwargs.get("attention_mask")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(
-                "`attention_mask` must have the shape (B, P) of the prompts, but it has "
-                f"{tuple(attention_mask.shape)}."
-            )
+        check_model_kwargs(model_kwargs)
         super()._validate_model_kwargs(model_kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -196,23 +217,64 @@ class D2FGenerationMixin(GenerationMixin):
             "`generate` takes batches of prompts of different lengths."
         )
 
+    def open_stream(self, max_batch_size: int, max_prompt_length: int, **options) -> StreamDecoder:
+        """A [`StreamDecoder`], which answers requests as they come, by pipelined decoding in one batch.
+
+        Args:
+            max_batch_size (`int`): Rows that are decoded at the same time at most.
+            max_prompt_length (`int`): Tokens of the longest prompt that may come.
+            options: As for `generate`. They hold for each request that does not say otherwise. No request can have
+                more response tokens than they say.
+
+        Raises:
+            ValueError: for options that are not supported in a stream.
+        """
+        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
+        check_stream_options(options)
+        arguments = self._generate_arguments(torch.zeros((1, 1), dtype=torch.long, device="cpu"), options)
+        config: D2FGenerationConfig = arguments["generation_config"]
+        check_stream_config(config)
+        max_new_tokens = config.max_length - 1
+        check_limits(self, config, max_prompt_length, 1)
+        refuse_adapters_of_rows(self, config.decoding, max_batch_size)
+        use_cache = arguments.get("use_cache") is not False
+        guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
+
+        def make_decoder(sampler: StreamSampler) -> DecodingLoop:
+            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=self.device)
+            no_prompts = prompts.new_ones(max_batch_size)
+            response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
+            return self._decoder(response, sampler, config, use_cache)
+
+        prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
+        return StreamDecoder(prepare, make_decoder, self._without_gradients(False, guests))
+
+    def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
+        """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""
+        return self.generate(
+            input_ids, custom_generate=_arguments, attention_mask=torch.ones_like(input_ids), **options
+        )
+
     def generate_stream_batch(
         self,
-        requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int] | None],
+        requests: Iterable[torch.LongTensor | tuple[torch.LongTensor, int | dict[str, Any]] | None],
         max_batch_size: int,
         max_prompt_length: int,
         **kwargs,
     ) -> Iterator[tuple[int, torch.LongTensor]]:
-        """Answers prompts as they come, by pipelined decoding: a row that is finished makes room for the next one.
+        """Answers prompts as they come, by pipelined decoding: a finished one makes room for the next.
 
-        Each response is that of `generate` with this prompt alone, up to rounding.
+        Each response is that of `generate` with this prompt alone, up to rounding. It is a loop on `open_stream`.
 
         Args:
-            requests (`Iterable`): Prompts of shape `(L,)`, each alone or with a `max_new_tokens` of its own; `None`
-                says that nobody is waiting right now. The next one is asked for when there is room, between two
-                steps, and where nothing is being decoded, again and again: it may take its time there.
-            max_batch_size (`int`): Rows that are decoded at the same time at the most.
-            max_prompt_length (`int`): The longest prompt that may come.
+            requests (`Iterable`): Prompts of shape `(L,)`, each alone, or in a tuple with its own `max_new_tokens` or
+                with a dict of options; see [`StreamDecoder.add`]. `None` says that nobody is waiting right now. The
+                next request is asked for when there is room, between two steps, and where nothing is being decoded,
+                again and again: it may take its time there.
+            max_batch_size (`int`): Rows that are decoded at the same time at most.
+            max_prompt_length (`int`): Tokens of the longest prompt that may come.
             kwargs: As for `generate`, which returns nothing but tokens here.
 
         Returns:
@@ -220,64 +282,20 @@ class D2FGenerationMixin(GenerationMixin):
             and including its EOS, in the order in which they are finished.
 
         Raises:
-            ValueError: for arguments without meaning here; and from the iterator, once all requests before it have
-                their response, for a prompt that is empty or too long, or too large a `max_new_tokens`. What
-                `requests` itself raises comes at that time, too.
+            ValueError: for options that are not supported in a stream; and from the iterator, once all others have
+                their response, for a request that is not. What `requests` itself raises comes at that time, too.
         """
-        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
-        if kwargs.get("synced_gpus"):
+        if kwargs.get("prefix_allowed_tokens_fn") is not None or kwargs.get("forced_eos_token_id") is not None:
             raise ValueError(
-                "`synced_gpus` must be False: processes that answer different requests cannot keep each other's "
-                "company. Use `generate`."
+                "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a prompt, "
+                "and are not supported for all requests. Give them to each request, in its dict of options."
             )
-        if kwargs.get("streamer") is not None:
-            raise ValueError("`streamer` takes one sequence, but here rows come and go. Use `generate` for it.")
-        if kwargs.get("attention_mask") is not None:
-            raise ValueError("`attention_mask` has no meaning where prompts come without padding. Leave it out.")
-
-        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **mode_kwargs):
-            if generation_config.decoding != "d2f":
-                raise ValueError(
-                    f"`decoding` must be 'd2f' where rows come and go, got {generation_config.decoding!r}. Leave it "
-                    "out."
-                )
-            for name in ("output_scores", "output_logits", "output_trace", "return_dict_in_generate"):
-                if getattr(generation_config, name):
-                    raise ValueError(f"`{name}` is not available where rows come and go. Use `generate` for it.")
-            self._check_limits(generation_config, max_prompt_length, max_prompt_length)
-            for processor in logits_processor:
-                if isinstance(processor, (PrefixConstrainedLogitsProcessor, ForcedEOSTokenLogitsProcessor)):
-                    raise ValueError(
-                        "`prefix_allowed_tokens_fn` and `forced_eos_token_id` depend on the number or the limit of a "
-                        "prompt, and are not available where rows come and go. Use `generate` for them."
-                    )
-            if generation_config.min_length and not generation_config.min_new_tokens:
-                raise ValueError(
-                    f"`min_length` (got {generation_config.min_length}) counts the prompt, and prompts differ. Use "
-                    "`min_new_tokens`."
-                )
-            use_cache = mode_kwargs.get("use_cache") is not False
-            without_gradients = self._without_gradients(False, [*logits_processor, *stopping_criteria])
-
-            def decoder() -> DecodingLoop:
-                prompts = input_ids.expand(max_batch_size, -1)
-                prompt_lengths = prompts.new_ones(len(prompts))
-                response = self._response(prompts, prompt_lengths, stopping_criteria, None, generation_config)
-                sampler = self.sampler_class(generation_config, logits_processor, mode_kwargs.get("generator"))
-                return self._decoder(response, sampler, generation_config, use_cache)
-
-            return decode_stream(decoder, requests, self.config.vocab_size, without_gradients)
-
-        if (kwargs.get("num_return_sequences") or 1) > 1:
+        if kwargs.get("min_length") and not kwargs.get("min_new_tokens"):
             raise ValueError(
-                f"`num_return_sequences` (got {kwargs['num_return_sequences']}) is not available where rows come and "
-                "go. Give a prompt several times: those next to each other share their first forward."
+                f"`min_length` (got {kwargs['min_length']}) counts the prompt, and prompts differ. Use "
+                "`min_new_tokens`, or give it to each request, in its dict of options."
             )
-        # transformers prepares what it prepares for any prompt.
-        prompt = torch.zeros((1, max_prompt_length), dtype=torch.long, device=self.device)
-        return self.generate(prompt, custom_generate=decode, attention_mask=torch.ones_like(prompt), **kwargs)
+        return stream_responses(self.open_stream(max_batch_size, max_prompt_length, **kwargs), requests)
 
     def _sample(
         self,
@@ -293,25 +311,10 @@ class D2FGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> torch.LongTensor | D2FGenerationOutput:
         """What `generate` calls for greedy search and sampling once its inputs are prepared."""
-        if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`input_ids` must hold at least one prompt token, got none (`inputs_embeds` cannot take their place). "
-                "Start an empty prompt with the BOS token."
-            )
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, but it has "
-                f"{tuple(attention_mask.shape)}. It says which of the prompt's tokens are padding."
-            )
-        input_ids = input_ids.long()
+        refuse_adapters_of_rows(self, generation_config.decoding, len(input_ids))
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         prompt_lengths = is_token.sum(-1)
-        if (prompt_lengths == 0).any():
-            raise ValueError(
-                "`attention_mask` must leave at least one prompt token in each row, but a row has none. "
-                "Start an empty prompt with the BOS token."
-            )
-        self._check_limits(generation_config, int(prompt_lengths.max()), input_ids.shape[1])
+        check_limits(self, generation_config, int(prompt_lengths.max()), input_ids.shape[1])
         if len(input_ids) > 1 and generation_config._pad_token_tensor is None and len(stopping_criteria) > 0:
             raise ValueError(
                 "`pad_token_id` must be set for a batch with stopping criteria, which may end its rows at different "
@@ -327,9 +330,8 @@ class D2FGenerationMixin(GenerationMixin):
                     logger.warning_once(f"`{name}` has no effect without `return_dict_in_generate=True`.")
         # Rows are stored compactly: the prompt from position 0 without padding, the response right after it.
         order = (~is_token).long().argsort(dim=1, stable=True)
-        response = self._response(
-            input_ids.gather(1, order), prompt_lengths, stopping_criteria, streamer, generation_config
-        )
+        prompts = input_ids.where(is_token, self.config.mask_token_id).gather(1, order)  # padding may be of any ids
+        response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config, input_ids)
         sampler = self.sampler_class(generation_config, logits_processor, generator)
         decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
         somebody_goes_on = functools.partial(
@@ -352,31 +354,6 @@ class D2FGenerationMixin(GenerationMixin):
             return torch.no_grad
         return torch.inference_mode
 
-    def _check_limits(self, generation_config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
-        """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
-        if self.config.mask_token_id is None:
-            raise ValueError("`config.mask_token_id` must be set to decode by diffusion, but it is None.")
-        eos_token_ids = generation_config._eos_token_tensor
-        if eos_token_ids is not None:
-            for token_id in eos_token_ids.tolist():
-                if token_id == self.config.mask_token_id or not 0 <= token_id < self.config.vocab_size:
-                    raise ValueError(
-                        f"`eos_token_id` must be an id of the vocabulary (0 .. {self.config.vocab_size - 1}) other "
-                        f"than the mask token's ({self.config.mask_token_id}), got {token_id}."
-                    )
-        positions = self.config.max_position_embeddings
-        if longest_prompt >= positions:
-            raise ValueError(
-                f"`input_ids` must leave room for a response in the model's {positions} positions, but a prompt has "
-                f"{longest_prompt} tokens. Shorten it."
-            )
-        longest = longest_prompt + generation_config.max_length - prompt_width
-        if longest > positions:
-            logger.warning_once(
-                f"Prompt and response may reach {longest} tokens, more than the {positions} positions that the model "
-                "was made for. Set a smaller `max_new_tokens`."
-            )
-
     def _response(
         self,
         prompts: torch.LongTensor,
@@ -384,17 +361,27 @@ class D2FGenerationMixin(GenerationMixin):
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         generation_config: D2FGenerationConfig,
+        input_ids: torch.LongTensor | None = None,
+        max_new_tokens: int | None = None,
     ) -> Response:
-        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens."""
+        """The state of decoding for `prompts` `(B, P)`, of which row b has `prompt_lengths[b]` tokens.
+
+        `input_ids` `(B, P)` are the same prompts with their padding.
+        """
+        if max_new_tokens is None:
+            max_new_tokens = generation_config.max_length - prompts.shape[1]
+        pad_token_id = generation_config._pad_token_tensor
         return Response(
             prompts=prompts,
             prompt_lengths=prompt_lengths,
-            max_new_tokens=generation_config.max_length - prompts.shape[1],
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
             min_new_tokens=(generation_config.min_length or 0) - prompts.shape[1],
             mask_token_id=self.config.mask_token_id,
             eos_token_ids=generation_config._eos_token_tensor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
+            pad_token_id=None if pad_token_id is None else int(pad_token_id),
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
         )
 
@@ -425,7 +412,13 @@ class D2FGenerationMixin(GenerationMixin):
 def _refuse_left_to_right(sampler: Sampler, option: str, instead: str) -> None:
     if sampler.left_to_right:
         raise ValueError(
-            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` or `sequence_bias` of several "
-            f"tokens need the tokens right before the chosen one, which {option} may decode later. Leave them out, or "
-            f"{instead}."
+            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size`, `bad_words_ids` or `sequence_bias` of several tokens "
+            "and processors of your own need the tokens right before the chosen one, which "
+            f"{option} may decode later. Leave them out, or {instead}. On a processor of your own that does not need "
+            "them, set `depends_on_previous_tokens = False`."
         )
+
+
+def _arguments(model: Any, input_ids: torch.LongTensor, **arguments) -> dict[str, Any]:
+    """As `custom_generate`: what `generate` has prepared, instead of decoding."""
+    return {"input_ids": input_ids, **arguments}

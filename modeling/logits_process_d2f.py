@@ -1,18 +1,22 @@
-"""transformers' logits processors on masked tokens that stand anywhere in a response.
+"""Logits processors on masked tokens that stand anywhere in a response.
 
 A processor is made for the token right behind the text that it is given. Here one forward predicts many tokens at
 once, and behind an undecoded one nobody knows that text. So each processor gets what it needs to keep its promise:
 
-- those that look at the scores alone get all tokens at once;
-- those that look at the length of the text get the length up to each token;
-- those that depend on the tokens right before (n-grams, several-token bad words, prefix constraints) are asked about
-  the first undecoded token of a row only, and the others have to wait: what they forbid never comes out, at the price
-  of one token per forward;
-- all others, the user's own among them, get the text that is decoded without a gap, once for each masked token. A
-  decoded token that may become a mask again (`remask_threshold`) gets it up to its place.
+- those of transformers that look at the scores alone get all tokens at once;
+- those of transformers that look at the length of the text get the length up to each token;
+- those that do not depend on the tokens right before (a repetition penalty; those of the caller that say so by an
+  attribute `depends_on_previous_tokens = False`) get the text that is decoded without a gap, once for each masked
+  token. A decoded token that may be remasked (`remask_threshold`) gets it up to its position;
+- those that do (n-grams, several-token bad words, prefix constraints) are asked about the first undecoded token of a
+  row only, and the others have to wait: what they forbid never comes out, at the price of one token per forward;
+- those of the caller that say `depends_on_previous_tokens = True` or nothing count among the last, and are called as
+  transformers calls them, once per forward with all rows: they may keep a state for each.
 """
 
-# M masked tokens of the batch, V vocabulary
+# M masked tokens of the batch, V vocabulary, G rows of a group (`RowGroup`), t response tokens of a text
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -24,13 +28,13 @@ from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -39,8 +43,11 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.utils import logging
 
 from .response import Response
+
+logger = logging.get_logger(__name__)
 
 _OF_THE_SCORES = (
     EpsilonLogitsWarper,
@@ -64,11 +71,69 @@ _OF_THE_LENGTH = (
 )
 
 
-def depends_on_previous_tokens(processor: LogitsProcessor) -> bool:
-    """Whether a processor has to know the tokens right before the one that is chosen."""
-    if isinstance(processor, SequenceBiasLogitsProcessor):  # bad words are among them
+_OF_THE_TEXT = (  # that without a gap, as compactly as it is stored
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,  # bad words are among them
+)
+# Those of transformers that keep nothing and hand what they are given to nobody else.
+KEEP_NOTHING = (*_OF_THE_SCORES, *_OF_THE_LENGTH, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
+
+
+def is_one_of(processor: Callable, classes: tuple[type, ...]) -> bool:
+    """Whether a processor does what one of `classes` does. A subclass that has a `__call__` of its own does not."""
+    return next(c for c in type(processor).__mro__ if "__call__" in vars(c)) in classes
+
+
+def declaration(processor: Callable) -> bool | None:
+    """What the caller says of a processor: whether it depends on the tokens right before the one that is chosen.
+
+    Raises:
+        ValueError: for something else than True or False.
+    """
+    declared = getattr(processor, "depends_on_previous_tokens", None)
+    if declared is not None and not isinstance(declared, bool):
+        raise ValueError(
+            f"`depends_on_previous_tokens` of a logits processor must be True or False, but {_name(processor)} says "
+            f"{declared!r}. Say False only if it does not need the token right before the one that is chosen."
+        )
+    return declared
+
+
+def is_known(processor: Callable) -> bool:
+    """Whether somebody has said what a processor depends on: the caller, or we for those of transformers."""
+    known = (*_OF_THE_SCORES, *_OF_THE_LENGTH, *_OF_THE_TEXT)
+    return declaration(processor) is not None or is_one_of(processor, known)
+
+
+def looks_at_scores_alone(logits_processor: LogitsProcessorList) -> bool:
+    """Whether none of the processors looks at the text or its length."""
+    return all(type(processor) in _OF_THE_SCORES for processor in logits_processor)
+
+
+def depends_on_previous_tokens(processor: Callable) -> bool:
+    """Whether a processor has to know the tokens right before the one that is chosen.
+
+    One that says nothing has to, and the caller is told how to say it.
+    """
+    if not is_known(processor):
+        logger.warning_once(
+            f"{_name(processor)} does not say whether it depends on the tokens right before the one that is chosen, "
+            "so one token is decoded per forward. If it does not, set its attribute "
+            "`depends_on_previous_tokens = False` for full speed; else set it to True."
+        )
+        return True
+    declared = declaration(processor)
+    if declared is not None:
+        return declared
+    if is_one_of(processor, (SequenceBiasLogitsProcessor,)):
         return any(len(sequence) > 1 for sequence in processor.sequence_bias)
-    return isinstance(processor, (PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
+    return is_one_of(processor, (PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
+
+
+def _name(processor: Callable) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
 
 
 def process_logits(
@@ -86,26 +151,54 @@ def process_logits(
         return scores
     texts = None
     for processor in logits_processor:
-        if isinstance(processor, _OF_THE_SCORES):
+        declared = declaration(processor)
+        if declared is None and is_one_of(processor, _OF_THE_SCORES):
             scores = processor(response.sequences[row].to(scores.device), scores)
-        elif isinstance(processor, _OF_THE_LENGTH):
+        elif declared is None and is_one_of(processor, _OF_THE_LENGTH):
             processed = torch.empty_like(scores)
             for i in index.unique().tolist():
                 text = index.new_full((1, response.prompt_width + i), response.mask_token_id)
                 own = index == i
                 processed[own] = processor(text.to(scores.device).expand(int(own.sum()), -1), scores[own])
             scores = processed
-        else:
+        elif declared is False or (declared is None and is_one_of(processor, _OF_THE_TEXT)):
             texts = _decoded_texts(row, index, response) if texts is None else texts
             processed = []
             for (b, text, number), own in zip(texts, scores.split([number for *_, number in texts]), strict=True):
                 text = text.to(scores.device).expand(number, -1)
-                if isinstance(processor, PrefixConstrainedLogitsProcessor):
+                if declared is None and is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
                     processed.append(_constrained(processor, b, text, own))
                 else:
                     processed.append(processor(text, own))
             scores = torch.cat(processed)
+        else:
+            scores = _processed_by_group(processor, scores, row, index, response)
     return scores
+
+
+def _processed_by_group(
+    processor: Callable, scores: torch.FloatTensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
+) -> torch.FloatTensor:
+    """`scores` after a processor that is called as transformers calls it: for all rows of a group, in their order.
+
+    The rows of a group started together, and each of them has decoded one token per forward. Those that have ended are
+    filled up with the padding token, and what the processor makes of their scores is left alone.
+    """
+    processed = torch.empty_like(scores)
+    own: dict[int, list[int]] = {}  # of the masked tokens, those of each group
+    for i, b in enumerate(row.tolist()):
+        own.setdefault(id(response.groups[b]), []).append(i)
+    for tokens in own.values():
+        group = response.groups[int(row[tokens[0]])]
+        [length] = index[tokens].unique().tolist()
+        slots = torch.tensor([group.rows.index(b) for b in row[tokens].tolist()], device=scores.device)
+        tokens = torch.tensor(tokens, device=scores.device)
+        of_group = scores.new_zeros(len(group.rows), scores.shape[1])
+        of_group[:, response.mask_token_id] = -torch.inf
+        of_group[slots] = scores[tokens]
+        text = response.text(group, length).to(scores.device)
+        processed[tokens] = processor(text, of_group)[slots]
+    return processed
 
 
 def _constrained(
@@ -122,8 +215,10 @@ def _constrained(
 def _decoded_texts(
     row: torch.LongTensor, index: torch.LongTensor, response: Response
 ) -> list[tuple[int, torch.LongTensor, int]]:
-    """The text in front of each token, up to the first undecoded one: its row, itself, and how many tokens in a row
-    have it. In front of a short prompt are mask tokens, which are in no text, as padding."""
+    """The text in front of each token, up to the first undecoded one: its row, itself, and how many tokens have it.
+
+    In front of a short prompt are mask tokens, which are in no text, as padding.
+    """
     lengths = torch.minimum(response.prefix_length()[row], index)
     ends, numbers = torch.stack([row, lengths]).unique_consecutive(dim=1, return_counts=True)
     texts = []

@@ -7,8 +7,6 @@ What comes before and after is the pipelined loop. The rules are at the end of t
 # B rows of the response, R its tokens, A live rows, n branches of each, R' response tokens that are looked at, N
 # blocks, K block size, V vocabulary, M tokens of the window that have logits, over all live rows
 
-import copy
-
 import torch
 
 from .decoding_rules import scatter_rows
@@ -124,11 +122,8 @@ class LookAheadDecoder(PipelinedDecoder):
 
     def _branches(self) -> Response:
         """The branches as rows of a response of their own, to be read: branch a of live row p is row p * n + a."""
-        response, branches = self.response, copy.copy(self.response)
         response_row = self.live.repeat_interleave(self.tried.shape[1])
-        branches.sequences, branches.prompt_lengths, branches.limits = (
-            values[response_row] for values in (response.sequences, response.prompt_lengths, response.limits)
-        )
+        branches = self.response.of_rows(response_row)
         row, index = self.tried.flatten(0, 1).nonzero(as_tuple=True)
         tokens = self.tokens[self.prediction_index[response_row[row], index]]
         branches.sequences[row, branches.prompt_lengths[row] + index] = tokens

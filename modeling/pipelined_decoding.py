@@ -28,6 +28,14 @@ from .response import Response
 from .sampler import Prediction, Sampler
 from .window_forward import WindowForward
 
+# Options whose values may differ from row to row.
+ROW_OPTIONS = (
+    "confidence_threshold",
+    "block_add_threshold",
+    "block_activation_threshold",
+    "max_active_blocks",
+)
+
 
 class PipelinedDecoder:
     """Decodes the rows of a [`Response`], one forward per step for all that are live.
@@ -66,6 +74,12 @@ class PipelinedDecoder:
         # A longer block would only add padding.
         self.block_size = min(generation_config.block_size, response.max_new_tokens)
         self.acceptance_options = generation_config.acceptance_options()
+        # Options that each row of the response may have its own value of, `(B,)` each. No value: no tensor.
+        self.row_options = {
+            name: torch.full((len(response.sequences),), value, device="cpu")
+            for name in ROW_OPTIONS
+            if (value := getattr(generation_config, name)) is not None
+        }
         self.credit: Credit | None = None  # of acceptance_rule="credit", `(A, N, K)`
         num_rows, num_slots = response.sequences.shape
         self.feed = WindowForward(model, self.block_size, num_slots, response.device)
@@ -97,6 +111,20 @@ class PipelinedDecoder:
         while len(self.live) > 0:
             yield
             self.step()
+
+    def set_row_options(self, row: int, options: dict[str, float | int | bool | None]) -> None:
+        """Gives a row of the response that is not live its own values of `ROW_OPTIONS`, and of `left_to_right`.
+
+        `None` is no cap, or the value of the batch where there is one.
+        """
+        num_rows, most_blocks = len(self.response.sequences), self.response.max_new_tokens
+        for name, value in options.items():
+            if value is None:
+                value = most_blocks if name == "max_active_blocks" else getattr(self.generation_config, name)
+            if name not in self.row_options:
+                neutral = most_blocks if name == "max_active_blocks" else False
+                self.row_options[name] = torch.full((num_rows,), neutral, device="cpu")
+            self.row_options[name][row] = value
 
     def add_rows(self, rows: torch.LongTensor) -> None:
         """Lets `rows` of the response, whose prompts are there, take part from the next step on."""
@@ -131,6 +159,7 @@ class PipelinedDecoder:
         self.joined_at_step = torch.cat([self.joined_at_step[kept], torch.full_like(new, self.num_steps)])
         self.prompt_lengths, self.limits = self.response.prompt_lengths[self.live], self.response.limits[self.live]
         self.num_blocks = (self.limits + (self.block_size - 1)) // self.block_size
+        self.live_options = {name: values[self.live] for name, values in self.row_options.items()}
 
     def step(self) -> None:
         """One forward for all live rows, and what follows from it.
@@ -150,10 +179,16 @@ class PipelinedDecoder:
         ratio = decoded_ratio(is_masked, block_size, self.limits)  # [A, N]
         # Without an EOS that is the limit, which lies inside the last block if that one is short.
         eos_block = torch.where(first_eos < self.limits, first_eos // block_size, self.num_blocks)
+        options = self.live_options
         self.num_opened = opened_blocks(
-            self.num_opened, ratio, self.num_blocks, eos_block, config.block_add_threshold, config.max_active_blocks
+            self.num_opened,
+            ratio,
+            self.num_blocks,
+            eos_block,
+            options["block_add_threshold"],
+            options.get("max_active_blocks"),
         )
-        is_fully_activated = fully_activated(ratio, config.block_activation_threshold)
+        is_fully_activated = fully_activated(ratio, options["block_activation_threshold"][:, None])
         opened_length = torch.minimum(self.num_opened * block_size, self.limits)  # in tokens of the response
 
         # 2. The window.
@@ -187,8 +222,7 @@ class PipelinedDecoder:
         if config.remask_threshold:
             self._remask(~has_prediction[row, index], row, index, response_row, prediction.probability)
         if response.has_listeners:
-            shown = torch.zeros_like(response.limits).index_copy_(0, self.live, end - self.prompt_lengths)
-            response.publish(shown, block_size if config.remask_threshold else 1)
+            response.publish(end - self.prompt_lengths, block_size if config.remask_threshold else 1, self.live)
 
         # 5. Who is left.
         self._refresh()
@@ -205,7 +239,7 @@ class PipelinedDecoder:
         length = min((int(self.num_opened.max()) + 1) * self.block_size, response.max_new_tokens)
         position = torch.arange(length, device="cpu")
         tokens = response.sequences[self.live[:, None], self.prompt_lengths[:, None] + position]
-        self.first_eos = torch.where(response.is_eos(tokens), position, self.limits[:, None]).amin(-1)
+        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, self.limits[:, None]).amin(-1)
         self.is_masked = tokens == response.mask_token_id
 
     def _forward(
@@ -235,7 +269,10 @@ class PipelinedDecoder:
         shape, block_size = has_prediction.shape, self.block_size
         if self.sampler.left_to_right:  # a token waits for those before it
             position = torch.arange(shape[1], device="cpu")
-            has_prediction = has_prediction & (position == first_index(has_prediction)[:, None])
+            is_next = position == first_index(has_prediction)[:, None]
+            if "left_to_right" in self.live_options:
+                is_next |= ~self.live_options["left_to_right"][:, None]
+            has_prediction = has_prediction & is_next
         probability = as_blocks(scatter_rows(prediction.probability, row, index, shape), block_size)  # [A, N, K]
         ranking = probability
         if prediction.ranking is not prediction.probability:
@@ -243,6 +280,9 @@ class PipelinedDecoder:
         tokens = None
         if self.generation_config.acceptance_rule == "credit":
             tokens = as_blocks(scatter_rows(prediction.tokens, row, index, shape), block_size)
+        thresholds = {}
+        if "confidence_threshold" in self.acceptance_options:
+            thresholds = {"confidence_threshold": self.live_options["confidence_threshold"][:, None, None]}
         accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
             tokens,
@@ -250,7 +290,7 @@ class PipelinedDecoder:
             ranking,
             is_fully_activated,
             credit=self.credit,
-            **self.acceptance_options,
+            **{**self.acceptance_options, **thresholds},
         )
         return accepted.flatten(1)[row, index]
 
@@ -311,14 +351,19 @@ class PipelinedDecoder:
         return source, logits[taken.to(logits.device)], row, index[taken]
 
     def _drop_finished_rows(self) -> None:
-        """Rows that have everything decoded up to their first EOS, their limit, or where they were stopped, leave.
-
-        The last rows take their slots in the cache, so that its rows stay together.
-        """
+        """Rows that have everything decoded up to their first EOS, their limit, or where they were stopped, leave."""
         end = self.first_eos
         if self.response.has_listeners:
             end = torch.minimum(end, self.response.stopped_at[self.live])
-        is_live = first_index(self.is_masked) < end
+        self._leave(first_index(self.is_masked) >= end)
+
+    def remove_rows(self, rows: torch.LongTensor) -> None:
+        """Takes `rows` of the response out, finished or not; between two steps, and after their first one."""
+        self._leave(torch.isin(self.live, rows))
+
+    def _leave(self, is_leaving: torch.BoolTensor) -> None:
+        """The live rows that are leaving, `(A,)`, leave. The last rows take their slots in the cache."""
+        is_live = ~is_leaving
         num_live = int(is_live.sum())
         if num_live == len(self.live):
             return

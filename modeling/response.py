@@ -4,17 +4,47 @@ It lives in the host's memory. The host has to see what was accepted anyway, to 
 rule costs microseconds, not a kernel launch: a step of decoding waits for the accelerator once.
 """
 
-# B rows, R response tokens (the limit), P prompt tokens, A rows that are looked at, M tokens, V vocabulary
+# B rows, R response tokens (the limit), P prompt tokens, A rows that are looked at, M tokens, V vocabulary, E most EOS
+# tokens of a row, G rows of a group, t response tokens of a text
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.generation import MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_rules import first_index
 from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
 
 NO_TOKEN = -1  # behind the limit of a row
+NO_EOS = -2  # fills up a short list of EOS tokens; equal to no token
+
+# Their answer depends on the text alone, so without a new token they need not be asked again. A subclass may differ.
+_OF_THE_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+
+
+class RowGroup(NamedTuple):
+    """Rows of a [`Response`] that were asked for together, and who listens to them.
+
+    Criteria and logits processors of the caller see the rows of a group, and only these, in one tensor.
+
+    Args:
+        rows (`list[int]`): G rows of the response.
+        input_ids (`torch.LongTensor` of shape `(G, P)`): Their prompts as they were given, with padding.
+        stopping_criteria (`StoppingCriteriaList`): Asked about each decoded token once all before it are decoded.
+        streamer (`BaseStreamer`, *optional*): Gets the same tokens, and drafts of what follows if it takes them. For a
+            group of one row.
+        pad_token_id (`int`): Stands behind the tokens of a row that has fewer than the text.
+    """
+
+    rows: list[int]
+    input_ids: torch.LongTensor
+    stopping_criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    pad_token_id: int
 
 
 class Response:
@@ -30,6 +60,17 @@ class Response:
         stopping_criteria (`StoppingCriteriaList`): Asked about each decoded token once all before it are decoded.
         streamer (`BaseStreamer`, *optional*): Gets the same tokens, and drafts of what follows if it takes them.
         keep (`tuple[str]`): `"scores"` and `"logits"`: which of them to keep for each token.
+        input_ids (`torch.LongTensor` of shape `(B, P)`, *optional*): The prompts as they were given, with padding
+            anywhere, for criteria and logits processors. `prompts` by default.
+        pad_token_id (`int`, *optional*): Fills up rows that criteria and logits processors see. By default the first
+            EOS token, or 0.
+
+    Attributes:
+        source_rows (`torch.LongTensor` of shape `(B,)`): Which row each row is; in a copy of `of_rows`, was.
+        groups (`list[RowGroup]`): That of each row. The rows of the constructor are one group.
+        has_listeners (`bool`): Whether anybody wants to know what is new before all is decoded.
+        has_stopped (`torch.BoolTensor` of shape `(B,)`): Rows that were ended before their EOS or limit.
+        stopped_at (`torch.LongTensor` of shape `(B,)`): Their lengths; the limit of all others.
     """
 
     def __init__(
@@ -43,54 +84,123 @@ class Response:
         stopping_criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         keep: tuple[str, ...] = (),
+        input_ids: torch.LongTensor | None = None,
+        pad_token_id: int | None = None,
     ):
         self.device = prompts.device  # of the model's input, and of what streamers, criteria and callers get
         prompts, prompt_lengths = prompts.cpu(), prompt_lengths.cpu()
+        num_rows = len(prompt_lengths)
         self.prompt_lengths = prompt_lengths
         self.prompt_width = prompts.shape[1]
         self.max_new_tokens = max_new_tokens
-        self.min_new_tokens = min_new_tokens
         self.mask_token_id = mask_token_id
-        self.eos_token_ids = [] if eos_token_ids is None else eos_token_ids.tolist()
-        self.stopping_criteria = stopping_criteria
-        self.streamer = streamer
         self.limits = torch.full_like(prompt_lengths, max_new_tokens)  # of each row, R or less
         self.sequences = F.pad(prompts, (0, max_new_tokens), value=mask_token_id)
-        self.sequences.scatter_(1, prompt_lengths[:, None] + torch.arange(max_new_tokens), mask_token_id)
-        self.stopped_at = self.limits.clone()  # by a stopping criterion
-        self.was_remasked = torch.zeros(len(prompt_lengths), max_new_tokens, dtype=torch.bool)
+        response_slots = prompt_lengths[:, None] + torch.arange(max_new_tokens, device="cpu")
+        self.sequences.scatter_(1, response_slots, mask_token_id)
+        self.stopped_at = self.limits.clone()
+        self.has_stopped = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
+        self.was_remasked = torch.zeros(num_rows, max_new_tokens, dtype=torch.bool, device="cpu")
         self.kept: dict[str, torch.FloatTensor | None] = dict.fromkeys(keep)  # [B, R, V] each, once there is one
-        self.published = [0] * len(prompt_lengths)  # tokens that criteria and streamer know
+        self.published = [0] * num_rows  # tokens that criteria and streamer know
+        # What each row may have of its own, with the defaults.
+        self._default_minimum = min_new_tokens
+        self._default_ends: list[int] = [] if eos_token_ids is None else eos_token_ids.flatten().tolist()
+        self.min_new_tokens = torch.full_like(prompt_lengths, min_new_tokens)
+        self._ends = [self._default_ends] * num_rows
+        if pad_token_id is None:
+            pad_token_id = self._default_ends[0] if self._default_ends else 0
+        given = prompts if input_ids is None else input_ids.cpu()
+        self._default_group = RowGroup(list(range(num_rows)), given, stopping_criteria, streamer, pad_token_id)
+        self.groups = [self._default_group] * num_rows
+        self.source_rows = torch.arange(num_rows, device="cpu")
+        self._see_options()
 
-    def replace_rows(self, rows: torch.LongTensor, prompts: list[torch.LongTensor], limits: torch.LongTensor) -> None:
-        """Puts new prompts, `(L,)` each and at most P long, and their limits in the place of ended `rows`."""
-        for row, prompt, limit in zip(rows.tolist(), prompts, limits.tolist(), strict=True):
+    def _see_options(self) -> None:
+        """What follows from the options of the rows; it saves work in each step where nobody has asked for any."""
+        num_ends = max(map(len, self._ends))
+        ends = [own + [NO_EOS] * (num_ends - len(own)) for own in self._ends]
+        self.eos_token_ids = torch.tensor(ends, dtype=torch.long, device="cpu")  # [B, E]
+        self._ends_of_all = self._ends[0] if all(own == self._ends[0] for own in self._ends) else None
+        self.has_minimum = num_ends > 0 and int(self.min_new_tokens.max()) > 0
+        self.has_listeners = any(len(g.stopping_criteria) > 0 or g.streamer is not None for g in self.groups)
+
+    def replace_rows(
+        self,
+        rows: torch.LongTensor,
+        prompts: Sequence[torch.LongTensor],
+        limits: torch.LongTensor,
+        min_new_tokens: Sequence[int | None] | None = None,
+        eos_token_ids: Sequence[list[int] | None] | None = None,
+        stopping_criteria: Sequence[StoppingCriteriaList | None] | None = None,
+        streamers: Sequence[BaseStreamer | None] | None = None,
+    ) -> None:
+        """Puts new prompts in the place of ended `rows`. Each is a group of its own.
+
+        Args:
+            rows (`torch.LongTensor` of shape `(A,)`): The rows.
+            prompts (`Sequence[torch.LongTensor]`): Their prompts, `(L,)` each and at most P long.
+            limits (`torch.LongTensor` of shape `(A,)`): Response tokens of each at the most.
+            min_new_tokens, eos_token_ids, stopping_criteria, streamers (`Sequence`, *optional*): One for each row. A
+                row without one has what the constructor was given. An empty list of EOS tokens, or of criteria, means
+                none.
+        """
+        default, nothing = self._default_group, [None] * len(rows)
+        options = (min_new_tokens, eos_token_ids, stopping_criteria, streamers)
+        options = zip(*(nothing if values is None else values for values in options), strict=True)
+        for row, prompt, limit, (minimum, ends, criteria, streamer) in zip(
+            rows.tolist(), prompts, limits.tolist(), options, strict=True
+        ):
+            prompt = prompt.cpu()
             self.sequences[row] = NO_TOKEN
             self.sequences[row, : len(prompt)] = prompt
             self.sequences[row, len(prompt) : len(prompt) + limit] = self.mask_token_id
             self.prompt_lengths[row] = len(prompt)
             self.limits[row] = self.stopped_at[row] = limit
+            self.has_stopped[row] = False
             self.published[row] = 0
             self.was_remasked[row] = False
+            self.min_new_tokens[row] = self._default_minimum if minimum is None else minimum
+            self._ends[row] = self._default_ends if ends is None else list(ends)
+            self.groups[row] = RowGroup(
+                rows=[row],
+                input_ids=prompt[None],
+                stopping_criteria=default.stopping_criteria if criteria is None else criteria,
+                streamer=default.streamer if streamer is None else streamer,
+                pad_token_id=default.pad_token_id,
+            )
+        self._see_options()
+
+    def of_rows(self, rows: torch.LongTensor) -> "Response":
+        """A copy to be read whose row a has the tokens and options of row `rows[a]`. Groups and listeners are not."""
+        own = copy.copy(self)
+        for name in ("sequences", "prompt_lengths", "limits", "min_new_tokens", "eos_token_ids"):
+            setattr(own, name, getattr(self, name)[rows])
+        own.source_rows = self.source_rows[rows]
+        return own
 
     def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:
         """The first `length` response tokens of `rows` (all), `(A, length)`."""
         sequences, prompt_lengths = self.sequences, self.prompt_lengths
         if rows is not None:
             sequences, prompt_lengths = sequences[rows], prompt_lengths[rows]
-        slots = prompt_lengths[:, None] + torch.arange(self.max_new_tokens if length is None else length)
-        return sequences.gather(1, slots)
+        length = self.max_new_tokens if length is None else length
+        return sequences.gather(1, prompt_lengths[:, None] + torch.arange(length, device="cpu"))
 
     def is_masked(self) -> torch.BoolTensor:
         """Which response tokens, `(B, R)`, are not decoded."""
         return self.tokens() == self.mask_token_id
 
-    def is_eos(self, tokens: torch.LongTensor) -> torch.BoolTensor:
-        """Which of `tokens`, of any shape, are EOS."""
-        if len(self.eos_token_ids) == 1:
-            return tokens == self.eos_token_ids[0]
+    def is_eos(self, tokens: torch.LongTensor, rows: torch.LongTensor | None = None) -> torch.BoolTensor:
+        """Which of `tokens` `(A, L)`, whose rows are `rows` (all), are EOS."""
+        ends = self._ends_of_all
+        if ends is None:
+            ends = self.eos_token_ids if rows is None else self.eos_token_ids[rows]  # [A, E]
+            return (tokens[..., None] == ends[:, None]).any(-1)
+        if len(ends) == 1:
+            return tokens == ends[0]
         is_eos = torch.zeros_like(tokens, dtype=torch.bool)
-        for token_id in self.eos_token_ids:
+        for token_id in ends:
             is_eos |= tokens == token_id
         return is_eos
 
@@ -98,9 +208,11 @@ class Response:
         """Index of the first decoded EOS of each row, `(B,)`, its limit where there is none."""
         return torch.minimum(first_index(self.is_eos(self.tokens())), self.limits)
 
-    def is_stopped(self) -> torch.BoolTensor:
-        """Which rows, `(B,)`, a stopping criterion has ended."""
-        return self.stopped_at < self.limits
+    def early_eos(self, row: torch.LongTensor, index: torch.LongTensor, nothing: int) -> torch.LongTensor:
+        """EOS tokens that come too early at positions `index` of `row`, `(M, E)`; filled up with `nothing`."""
+        ends = self.eos_token_ids[row]
+        is_early = (index < self.min_new_tokens[row])[:, None] & (ends != NO_EOS)
+        return ends.masked_fill(~is_early, nothing)
 
     def prefix_length(self) -> torch.LongTensor:
         """How many response tokens of each row, `(B,)`, are decoded without a gap, up to and including an EOS."""
@@ -111,6 +223,19 @@ class Response:
         """The lengths of ended responses, `(B,)`: up to and including their EOS, or where they were stopped."""
         return torch.minimum(self.first_eos() + 1, self.stopped_at)
 
+    def text(self, group: RowGroup, length: int, known: torch.LongTensor | None = None) -> torch.LongTensor:
+        """What transformers would have of `group` when it has `length` response tokens, `(G, P + length)`.
+
+        Prompts are as they were given. A row that has fewer tokens is filled up with the padding token. `known` `(B,)`
+        says how many tokens of each row count; by default those that are decoded without a gap.
+        """
+        if known is None:
+            known = torch.minimum(self.prefix_length(), self.stopped_at)
+        rows = torch.tensor(group.rows, device="cpu")
+        is_missing = torch.arange(length, device="cpu") >= known[rows][:, None]
+        tokens = self.tokens(rows, length).masked_fill(is_missing, group.pad_token_id)
+        return torch.cat([group.input_ids, tokens], dim=1).to(self.device)
+
     def accept(
         self,
         accepted: torch.BoolTensor,
@@ -119,7 +244,7 @@ class Response:
         tokens: torch.LongTensor,
         **values: torch.Tensor | None,
     ) -> None:
-        """Puts the `accepted` of `tokens`, `(M,)` each, at places `index` of the responses of `row`.
+        """Puts the `accepted` of `tokens`, `(M,)` each, at positions `index` of the responses of `row`.
 
         Their `scores` and `logits`, `values` of shape `(M, V)`, are kept as far as they are asked for.
         """
@@ -133,43 +258,113 @@ class Response:
             self.kept[name][row.to(self.device), index.to(self.device)] = own
 
     def remask(self, row: torch.LongTensor, index: torch.LongTensor) -> None:
-        """Takes the tokens at places `index` of the responses of `row` back, `(M,)` each."""
+        """Takes the tokens at positions `index` of the responses of `row` back, `(M,)` each."""
         self.sequences[row, self.prompt_lengths[row] + index] = self.mask_token_id
         self.was_remasked[row, index] = True
 
-    @property
-    def has_listeners(self) -> bool:
-        """Whether anybody wants to know what is new before all is decoded."""
-        return self.streamer is not None or len(self.stopping_criteria) > 0
+    def stop(self, row: int, length: int) -> None:
+        """Ends a row behind its first `length` tokens."""
+        self.stopped_at[row] = length
+        self.has_stopped[row] = True
 
-    def publish(self, shown: torch.LongTensor, block_size: int = 1) -> None:
-        """Tells stopping criteria and streamer what is new; drafts reach to `shown` `(B,)` tokens or an EOS.
+    def publish(self, shown: torch.LongTensor, block_size: int = 1, rows: torch.LongTensor | None = None) -> None:
+        """Tells stopping criteria and streamers of `rows` (all) what is new; drafts reach to `shown` tokens or an EOS.
 
         Where a token can be taken back as long as its block of `block_size` is not decoded, whole blocks are told.
+        Criteria are asked about each row that has not been stopped, with or without a new token.
+
+        Args:
+            shown (`torch.LongTensor` of shape `(A,)`): Response tokens of each row that a draft may show.
+            block_size (`int`): 1 where tokens stay.
+            rows (`torch.LongTensor` of shape `(A,)`, *optional*): The rows that are being decoded.
         """
         if not self.has_listeners:
             return
-        end_of_text, prefix_length = self.first_eos(), self.prefix_length()
-        shown = torch.minimum(shown, end_of_text + 1)
+        rows = torch.arange(len(self.sequences), device="cpu") if rows is None else rows
+        end_of_text, known = self.first_eos(), self.prefix_length()
         if block_size > 1:
-            is_whole = prefix_length == torch.minimum(end_of_text + 1, self.limits)
-            prefix_length -= (prefix_length % block_size).masked_fill(is_whole, 0)
-        for b, decoded in enumerate(prefix_length.tolist()):
-            begin = int(self.prompt_lengths[b])
-            decoded = min(decoded, int(self.stopped_at[b]))
-            sequence = self.sequences[b : b + 1].clone().to(self.device)
-            if any(isinstance(c, MaxTimeCriteria) and c(sequence, None).any() for c in self.stopping_criteria):
-                self.stopped_at[b] = decoded  # whether or not there is a new token
-            for length in range(self.published[b] + 1, decoded + 1):
-                if len(self.stopping_criteria) and self.stopping_criteria(sequence[:, : begin + length], None).any():
-                    self.stopped_at[b] = decoded = length
-                    break
-            if self.streamer is not None:
-                if decoded > self.published[b]:
-                    self.streamer.put(self.sequences[b, begin + self.published[b] : begin + decoded].clone())
-                if hasattr(self.streamer, "put_draft") and decoded < min(int(shown[b]), int(self.stopped_at[b])):
-                    self.streamer.put_draft(self.sequences[b, begin + decoded : begin + int(shown[b])].clone())
-            self.published[b] = decoded
+            is_whole = known == torch.minimum(end_of_text + 1, self.limits)
+            known -= (known % block_size).masked_fill(is_whole, 0)
+        known = torch.minimum(known, self.stopped_at)
+        shown = torch.minimum(shown, end_of_text[rows] + 1)
+        going = [row for row in rows.tolist() if not self.has_stopped[row]]
+        listening = {id(self.groups[row]): self.groups[row] for row in going}.values()
+        for group in listening:
+            if len(group.stopping_criteria) > 0:
+                self._ask(group, [row for row in going if self.groups[row] is group], known)
+        for row, end in zip(rows.tolist(), shown.tolist(), strict=True):
+            streamer, before, decoded = self.groups[row].streamer, self.published[row], int(known[row])
+            self.published[row] = decoded
+            if streamer is None:
+                continue
+            tokens = self.tokens(torch.tensor([row], device="cpu"))[0]
+            if decoded > before:
+                streamer.put(tokens[before:decoded].clone())
+            if decoded < end and not self.has_stopped[row] and hasattr(streamer, "put_draft"):
+                streamer.put_draft(tokens[decoded:end].clone())
+
+    def _ask(self, group: RowGroup, rows: list[int], known: torch.LongTensor) -> None:
+        """Asks the criteria of `group` about `rows` of it, whose first `known` tokens `(B,)` are decoded for good.
+
+        Rows that reach the same number of tokens are asked about together, in one text. Where a criterion says stop,
+        `known` is what the row had then.
+        """
+        asked: dict[int, list[int]] = {}  # rows by number of tokens
+        for row in rows:
+            before, decoded = self.published[row], int(known[row])
+            for length in range(before + 1, decoded + 1) if decoded > before else [decoded]:
+                asked.setdefault(length, []).append(row)
+        for length, rows_at_length in sorted(asked.items()):
+            rows_at_length = [row for row in rows_at_length if not self.has_stopped[row]]
+            if not rows_at_length:
+                continue
+            criteria = group.stopping_criteria
+            if all(length == self.published[row] for row in rows_at_length):  # no new token, but time may be up
+                criteria = [criterion for criterion in criteria if type(criterion) not in _OF_THE_TEXT]
+            for row in self._rows_to_stop(group, rows_at_length, length, known, criteria):
+                self.stop(row, length)
+                known[row] = length
+
+    def _rows_to_stop(
+        self, group: RowGroup, rows: list[int], length: int, known: torch.LongTensor, criteria: list
+    ) -> list[int]:
+        """Which of `rows`, which have `length` tokens, one of `criteria` ends.
+
+        Before there is a token, a criterion is asked about the prompt with a mask token behind it, and about the bare
+        prompt. One that goes by the text or its length cannot say stop to both, or it would have done so to a prompt.
+        """
+        text = self.text(group, max(length, 1), known)
+        slots = torch.tensor([group.rows.index(row) for row in rows], device="cpu")
+        if length == 0:
+            text[slots.to(text.device), -1] = self.mask_token_id
+        says_stop = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        for criterion in criteria:
+            answer = self._answer(criterion, group, text, max(length, 1))[slots]
+            if length == 0 and answer.any():
+                answer = answer & self._answer(criterion, group, text[:, :-1], 1)[slots]
+            says_stop |= answer
+        return [row for row, stop in zip(rows, says_stop.tolist(), strict=True) if stop]
+
+    def _answer(self, criterion, group: RowGroup, text: torch.LongTensor, length: int) -> torch.BoolTensor:
+        """What `criterion` says of each row of `text`, `(G,)`: it may give a bool for all of them, or one for each."""
+        answer = criterion(text.clone(), self._scores(group, length))
+        try:
+            says_stop = torch.as_tensor(answer, device="cpu").detach().bool().flatten()
+        except (TypeError, ValueError, RuntimeError):
+            says_stop = torch.zeros(0, dtype=torch.bool, device="cpu")
+        if len(says_stop) not in (1, len(text)):
+            raise ValueError(
+                f"`stopping_criteria` must answer with a bool, or with one for each of the {len(text)} rows, but "
+                f"{type(criterion).__name__} gave {answer!r}. Return a tensor of the shape (B,)."
+            )
+        return says_stop.expand(len(text))
+
+    def _scores(self, group: RowGroup, length: int) -> tuple[torch.FloatTensor, ...] | None:
+        """The scores of the first `length` tokens as transformers has them, `(G, V)` each, if they are kept."""
+        scores = self.kept.get("scores")
+        if scores is None:
+            return None
+        return scores[torch.tensor(group.rows, device=scores.device), :length].unbind(1)
 
     def output(
         self,
@@ -180,7 +375,7 @@ class Response:
     ) -> torch.LongTensor | D2FGenerationOutput:
         """Prompts as they were given, responses cut at their end and padded."""
         lengths = self.lengths()  # [B]
-        is_response = torch.arange(self.max_new_tokens) < lengths[:, None]
+        is_response = torch.arange(self.max_new_tokens, device="cpu") < lengths[:, None]
         pad_token_id = generation_config._pad_token_tensor
         if pad_token_id is None:
             if (lengths != lengths[0]).any():

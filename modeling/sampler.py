@@ -64,8 +64,8 @@ class Sampler:
             self.token_ranking = "neg_entropy"
         # With remasking the question is also how probable tokens still are that are decoded already.
         self.keeps_decoded_tokens = bool(generation_config.remask_threshold)
-        # Whether a token can be chosen only once all before it are decoded.
-        self.left_to_right = any(depends_on_previous_tokens(processor) for processor in logits_processor)
+        # Whether a token can be chosen only once all before it are decoded. A list, so that each is told of.
+        self.left_to_right = any([depends_on_previous_tokens(processor) for processor in logits_processor])
 
     def __call__(
         self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
@@ -82,8 +82,33 @@ class Sampler:
         Raises:
             ValueError: for logits that leave no choice.
         """
+        if self.left_to_right:
+            return self._choose_first(logits, row, index, response)
+        return self._choose_all(logits, row, index, response)
+
+    def _choose_first(
+        self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
+    ) -> Prediction:
+        """Chooses for the first masked token of each row only. The others have token 0 and probability 0."""
+        is_first = torch.ones_like(row, dtype=torch.bool)
+        is_first[1:] = row[1:] != row[:-1]  # tokens of a row are next to each other, in their order
+        first = is_first.nonzero().squeeze(1)
+        own = self._choose_all(logits[first.to(logits.device)], row[first], index[first], response)
+        tokens, probability, ranking = (
+            values.new_zeros(len(row)).index_copy_(0, first, values)
+            for values in (own.tokens, own.probability, own.ranking)
+        )
+        scores = None
+        if own.scores is not None:
+            scores = own.scores.new_zeros(logits.shape).index_copy_(0, first.to(logits.device), own.scores)
+        return Prediction(tokens, probability, ranking, scores)
+
+    def _choose_all(
+        self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response
+    ) -> Prediction:
         at_a_time = SCORES_AT_A_TIME if logits.device.type == "cpu" else SCORES_AT_A_TIME_ON_ACCELERATOR
-        if logits.numel() <= at_a_time:
+        # A processor that goes from left to right has to see all rows at once.
+        if logits.numel() <= at_a_time or self.left_to_right:
             prediction = self.choose(logits, row, index, response)
         else:
             num_rows = max(1, at_a_time // logits.shape[1])
@@ -107,10 +132,10 @@ class Sampler:
         if len(self.logits_processor) > 0:
             # What they leave must not be the mask token alone.
             scores[:, response.mask_token_id] = -torch.inf
-        if response.min_new_tokens > 0 and response.eos_token_ids:
-            is_early = torch.zeros_like(scores, dtype=torch.bool)
-            is_early[:, response.eos_token_ids] = (index < response.min_new_tokens).to(scores.device)[:, None]
-            scores = scores.masked_fill(is_early, -torch.inf)
+        if response.has_minimum:
+            ends = response.early_eos(row, index, scores.shape[1]).to(scores.device)  # [M, E]
+            is_early = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill(is_early.scatter_(1, ends, True)[:, :-1], -torch.inf)
         scores = process_logits(scores, row, index, response, self.logits_processor)
         current_tokens = None
         if self.keeps_decoded_tokens:

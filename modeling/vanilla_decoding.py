@@ -62,7 +62,7 @@ class VanillaDecoder:
             end = min(start + self.block_size, limit)
             num_steps = end - start if self.steps_per_block is None else self.steps_per_block
             for step in range(num_steps):
-                if response.is_stopped().all():
+                if response.has_stopped.all():
                     return
                 yield
 
@@ -73,7 +73,7 @@ class VanillaDecoder:
 
                 # 2. Forward.
                 logits = self._forward(row, index)  # [M, V]
-                self.num_forward_passes += 1
+                self.num_forward_passes += ~response.has_stopped
 
                 # 3. Accept.
                 prediction = self.sampler(logits, row, index, response)

@@ -103,6 +103,8 @@ def test_processors_get_the_text_of_the_branch():
     texts = []
 
     class Reader(LogitsProcessor):
+        depends_on_previous_tokens = False
+
         def __call__(self, input_ids, scores):
             texts.extend(input_ids.tolist())
             return scores

@@ -1,0 +1,215 @@
+"""The requests of a stream: what each may ask for, and what the decoding loop needs of it."""
+
+# L prompt tokens
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation import PrefixConstrainedLogitsProcessor, StoppingCriteriaList
+
+from .acceptance_rules import ACCEPTANCE_RULES
+from .generate_arguments import check_limits, check_prompts, num_embeddings
+from .generation_config_d2f import D2FGenerationConfig
+from .logits_process_d2f import looks_at_scores_alone
+from .pipelined_decoding import ROW_OPTIONS
+from .sampler import Sampler
+
+# Options that concern the whole batch. A request cannot have its own.
+_OF_THE_STREAM = (
+    "decoding",
+    "block_size",
+    "acceptance_rule",
+    *dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names),
+    "num_branches",
+    "remask_threshold",
+    "cache_implementation",
+)
+_OF_THE_OUTPUT = ("output_scores", "output_logits", "output_trace", "return_dict_in_generate")
+
+
+class PreparedRequest(NamedTuple):
+    """A request as the decoding loop needs it.
+
+    Args:
+        prompt (`torch.LongTensor` of shape `(L,)`): On the host.
+        max_new_tokens (`int`): Response tokens at most.
+        min_new_tokens (`int`): Response tokens before the first EOS.
+        eos_token_ids (`list[int]`): Tokens that end the response.
+        stopping_criteria (`StoppingCriteriaList`): Those of this request alone.
+        sampler (`Sampler`): Chooses its tokens.
+        row_options (`dict[str, Any]`): Values of [`~pipelined_decoding.ROW_OPTIONS`].
+        num_return_sequences (`int`): Responses to the prompt.
+        has_guests (`bool`): Somebody else's code, such as a logits processor of the caller, gets tensors.
+    """
+
+    prompt: torch.LongTensor
+    max_new_tokens: int
+    min_new_tokens: int
+    eos_token_ids: list[int]
+    stopping_criteria: StoppingCriteriaList
+    sampler: Sampler
+    row_options: dict[str, Any]
+    num_return_sequences: int = 1
+    has_guests: bool = False
+
+
+class RequestPreparer:
+    """From a prompt and its options to a [`PreparedRequest`].
+
+    Args:
+        model: A block-diffusion model. Its configuration, device and `sampler_class` count.
+        arguments_of (`Callable`): From prompts `(B, L)` and options to what `generate` would decode with.
+        stream_options (`dict[str, Any]`): Options of the requests that do not say otherwise.
+        stream_config (`D2FGenerationConfig`): The same, prepared.
+        max_prompt_length, max_new_tokens (`int`): The most tokens that there is room for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        arguments_of: Callable[[torch.LongTensor, dict[str, Any]], dict[str, Any]],
+        stream_options: dict[str, Any],
+        stream_config: D2FGenerationConfig,
+        max_prompt_length: int,
+        max_new_tokens: int,
+    ):
+        self.model = model
+        self.arguments_of = arguments_of
+        self.stream_options = stream_options
+        self.stream_config = stream_config
+        self.max_prompt_length = max_prompt_length
+        self.max_new_tokens = max_new_tokens
+        self.shared_samplers: dict[tuple, Sampler] = {}  # by the options that they were made from
+
+    def __call__(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> PreparedRequest:
+        """Prepares the prompt `(L,)` with its own options.
+
+        1. Check what needs no preparation.
+        2. Own options before those of the stream.
+        3. What transformers prepares for this prompt alone.
+        4. A sampler, which requests share where it depends on nothing but options.
+
+        Raises:
+            ValueError: for a prompt or an option that cannot be.
+        """
+        # 1. Checks.
+        check_stream_prompt(input_ids, self.max_prompt_length)
+        check_prompts(input_ids[None], None, num_embeddings(self.model))
+        check_stream_options(options, of_request=True)
+
+        # 2. Options.
+        own = {name: value for name, value in options.items() if value is not None}
+        given = {**self.stream_options, **own}
+        if "max_length" in own and "max_new_tokens" not in own:
+            given.pop("max_new_tokens", None)
+        seed = given.pop("seed", None)
+        if seed is not None:
+            given["generator"] = torch.Generator(device=self.model.device).manual_seed(seed)
+
+        # 3. Preparation.
+        input_ids = input_ids[None].long()
+        length = input_ids.shape[1]
+        arguments = self.arguments_of(input_ids, given)
+        config: D2FGenerationConfig = arguments["generation_config"]
+        check_stream_config(config, self.stream_config)
+        limit = config.max_length - length
+        if not 1 <= limit <= self.max_new_tokens:
+            raise ValueError(
+                f"`max_new_tokens` of a request must be from 1 to the {self.max_new_tokens} of the stream, got "
+                f"{limit}. Give the largest needed to the stream."
+            )
+        check_limits(self.model, config, length, length)
+
+        # 4. The sampler.
+        processors = arguments["logits_processor"]
+        sampler = self.model.sampler_class(config, processors, arguments.get("generator"))
+        if "generator" not in own and seed is None and looks_at_scores_alone(processors):
+            concerns_sampling = own.keys() - set(ROW_OPTIONS) - {"max_new_tokens", "max_length", "max_time"}
+            key = tuple(sorted((name, repr(own[name])) for name in concerns_sampling))
+            sampler = self.shared_samplers.setdefault(key, sampler)
+        eos_token_ids = config._eos_token_tensor
+        return PreparedRequest(
+            prompt=input_ids[0].cpu(),
+            max_new_tokens=limit,
+            min_new_tokens=(config.min_length or 0) - length,
+            eos_token_ids=[] if eos_token_ids is None else eos_token_ids.tolist(),
+            stopping_criteria=arguments["stopping_criteria"],
+            sampler=sampler,
+            row_options={name: getattr(config, name) for name in ROW_OPTIONS},
+            num_return_sequences=config.num_return_sequences or 1,
+            has_guests=not all(_is_of_transformers(processor) for processor in processors),
+        )
+
+
+def check_stream_options(options: dict[str, Any], of_request: bool = False) -> None:
+    """Refuses arguments of `generate` that are not supported by a stream, or by a request of one."""
+    if options.get("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus` must be False: processes that answer different requests cannot stay in step. Use "
+            "`generate`."
+        )
+    if options.get("streamer") is not None:
+        raise ValueError(
+            "`streamer` is not supported in a stream: each `StreamDecoder.step` gives the tokens of all responses. "
+            "Leave it out, or use `generate`."
+        )
+    if options.get("attention_mask") is not None:
+        raise ValueError("`attention_mask` is not used by a stream, where prompts come without padding. Leave it out.")
+    if options.get("custom_generate") is not None:
+        raise ValueError("`custom_generate` is not supported in a stream. Use `generate` for it.")
+    seed = options.get("seed")
+    if seed is not None and (not of_request or isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(
+            f"`seed` must be an integer, and an option of a request, got {seed!r}. A stream takes a `generator`."
+        )
+    if of_request:
+        for name in ("use_cache", "compile_config"):
+            if options.get(name) is not None:
+                raise ValueError(f"`{name}` concerns all requests. Give it to `open_stream`.")
+    elif (options.get("num_return_sequences") or 1) > 1:
+        raise ValueError(
+            f"`num_return_sequences` (got {options['num_return_sequences']}) is not supported for all requests of a "
+            "stream. Give it to `StreamDecoder.add`, or add a prompt several times: equal ones that are next to each "
+            "other share their first forward."
+        )
+
+
+def check_stream_config(config: D2FGenerationConfig, of_stream: D2FGenerationConfig | None = None) -> None:
+    """Refuses the prepared options of a stream, or of a request, that cannot be."""
+    if config.decoding != "d2f":
+        raise ValueError(f"`decoding` must be 'd2f' in a stream, got {config.decoding!r}. Leave it out.")
+    for name in _OF_THE_OUTPUT:
+        if getattr(config, name):
+            raise ValueError(f"`{name}` is not supported in a stream. Use `generate` for it.")
+    if of_stream is None:
+        if (config.num_return_sequences or 1) > 1:
+            check_stream_options({"num_return_sequences": config.num_return_sequences})
+        return
+    for name in _OF_THE_STREAM:
+        own, common = getattr(config, name), getattr(of_stream, name)
+        if own != common:
+            raise ValueError(
+                f"`{name}` concerns all requests of a stream and is {common!r} here, but a request asks for {own!r}. "
+                "Leave it out, or give it to `open_stream`."
+            )
+
+
+def check_stream_prompt(input_ids: Any, max_prompt_length: int) -> None:
+    """Refuses what is not one prompt that fits."""
+    if not isinstance(input_ids, torch.Tensor):
+        raise ValueError(
+            "Each of `requests` (`input_ids`) must be a tensor of token ids, got "
+            f"{type(input_ids).__name__}. Convert it."
+        )
+    if input_ids.dim() != 1 or not 1 <= len(input_ids) <= max_prompt_length:
+        raise ValueError(
+            f"Each of `requests` (`input_ids`) must be a prompt of 1 to {max_prompt_length} tokens "
+            f"(`max_prompt_length`), got the shape {tuple(input_ids.shape)}. Give prompts one by one, without padding."
+        )
+
+
+def _is_of_transformers(processor: Any) -> bool:
+    """Whether nobody else's code gets tensors from a processor."""
+    own_module = type(processor).__module__.startswith("transformers.")
+    return own_module and not isinstance(processor, PrefixConstrainedLogitsProcessor)
