@@ -12,6 +12,7 @@ from d2f_hf.benchmarking import (
     BatchMeasurement,
     Measurement,
     System,
+    answer_in_batches,
     batch_tokens_per_second,
     environment,
     left_padded,
@@ -22,6 +23,7 @@ from d2f_hf.benchmarking import (
     speed_up,
     summarize,
 )
+from tiny_models import tiny_model
 
 EOS, PAD = 9, 8
 
@@ -158,6 +160,10 @@ def test_eos_of_the_options_goes_before_the_models(clock):
     model = ScriptedModel("a", [], clock, [3, 4, EOS], 1.0)
     (measurement,) = measure({"a": System(model, {"eos_token_id": [4]})}, [prompt(1)], warm_up=0)["a"]
     assert measurement.response_ids == [3, 4]
+    for eos, expected in ((3, [3]), (None, [3, 4, EOS])):
+        options = {"generation_config": SimpleNamespace(eos_token_id=eos)}
+        (measurement,) = measure({"a": System(model, options)}, [prompt(1)], warm_up=0)["a"]
+        assert measurement.response_ids == expected
 
 
 def test_systems_take_turns_and_warm_up_is_not_measured(clock):
@@ -182,6 +188,45 @@ def test_a_batch_as_prompt_is_an_error():
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
     with pytest.raises(ValueError, match="must hold one row, got 2"):
         measure({}, [batch])
+
+
+def test_a_prompt_without_a_batch_dimension_is_an_error():
+    for input_ids in (torch.ones(3, dtype=torch.long), torch.ones(1, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"must have `input_ids` of shape \(1, L\), got \(\d,\)"):
+            measure({}, [{"input_ids": input_ids}])
+
+
+def test_several_responses_for_a_prompt_are_an_error():
+    """Only the first of them was counted, and the time was that of all."""
+    system = System(tiny_model(), {"max_new_tokens": 4, "num_return_sequences": 2, "do_sample": True})
+    for call in (
+        lambda: measure({"a": system}, [prompt(1)], warm_up=0),
+        lambda: measure_batches({"a": system}, [prompt(1)] * 2, PAD, batch_sizes=(2,), warm_up=0),
+        lambda: answer_in_batches(system, [prompt(1)], PAD, 1),
+    ):
+        with pytest.raises(ValueError, match="`system.options` must give one response for each prompt.*num_return"):
+            call()
+
+
+def test_answers_in_batches_come_in_the_order_of_the_prompts(clock):
+    log, progress = [], []
+    system = System(ScriptedModel("a", log, clock, [3, EOS, 4], 1.0), {"do_sample": False})
+    prompts = [prompt(1), prompt(2, 2), prompt(5)]
+    responses, forwards = answer_in_batches(system, prompts, PAD, 2, lambda *done: progress.append(done))
+    assert responses == [[3, EOS]] * 3 and forwards == [3] * 3
+    assert [first for _, first, _ in log] == [PAD, 5] and progress == [(2, 3), (3, 3)]
+    assert answer_in_batches(system, [], PAD, 2) == ([], [])
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"`batch_size` must be at least 1, got {size}"):
+            answer_in_batches(system, prompts, PAD, size)
+
+
+def test_answers_in_batches_are_those_alone():
+    system = System(tiny_model(), {"max_new_tokens": 8, "confidence_threshold": 0.2})
+    prompts = [prompt(1), prompt(2, 3, 4), prompt(5, 6)]
+    alone = measure({"a": system}, prompts, warm_up=0)["a"]
+    responses, forwards = answer_in_batches(system, prompts, PAD, 2)
+    assert responses == [m.response_ids for m in alone] and forwards == [m.num_forward_passes for m in alone]
 
 
 def test_rates_of_batches_are_of_all_rows():

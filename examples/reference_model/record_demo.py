@@ -37,11 +37,11 @@ MASK_COLOR, EDGE_COLOR, FRAME_COLOR = "#c8d3e0", "#8c96a3", "#d1d9e0"
 
 
 class Recorder(BaseStreamer):
-    """Notes the state of a response and the time, once for each forward that decoded something.
+    """Notes the state of a response and the time whenever tokens of it are decoded.
 
     Attributes:
-        frames (`list[tuple[float, list[int]]]`): Seconds since the recorder was made, and the tokens up to the end of
-            the last open block, mask tokens among them.
+        frames (`list[tuple[float, list[int]]]`): Seconds since the recorder was made, and the tokens up to the last
+            one that is decoded or shown as masked, mask tokens among them.
     """
 
     def __init__(self):
@@ -49,29 +49,21 @@ class Recorder(BaseStreamer):
         self.frames: list[tuple[float, list[int]]] = []
         self.is_prompt = True
         self.decoded: list[int] = []  # without a gap
-        self.waits_for_draft = False
 
     def put(self, value: torch.Tensor) -> None:
         """Takes tokens that are decoded without a gap; the first call has the prompt."""
         if self.is_prompt:
             self.is_prompt = False
-            return
-        self.decoded += value.flatten().tolist()
-        self._note(self.decoded)
-        self.waits_for_draft = True
+        else:
+            self.decoded += value.flatten().tolist()
+            self.put_draft(value[:0])
 
     def put_draft(self, value: torch.Tensor) -> None:
-        """Takes what follows them, of the same forward if they are new."""
-        if self.waits_for_draft:
-            self.frames.pop()
-        self._note(self.decoded + value.flatten().tolist())
-        self.waits_for_draft = False
+        """Takes what follows them."""
+        self.frames.append((time.perf_counter() - self.start, self.decoded + value.flatten().tolist()))
 
     def end(self) -> None:
         pass
-
-    def _note(self, token_ids: list[int]) -> None:
-        self.frames.append((time.perf_counter() - self.start, list(token_ids)))
 
 
 @dataclass(frozen=True)
@@ -83,61 +75,63 @@ class Run:
         response_ids (`list[int]`): The response.
         num_forward_passes (`int`): Forwards of the model.
         seconds (`float`): Wall time of the call.
+        windows (`list[tuple[int, list[int]]]`): For each forward of D2F where its window ended, and which positions of
+            the response it decoded. Empty for a model that decodes one token after the other.
     """
 
     frames: list[tuple[float, list[int]]]
     response_ids: list[int]
     num_forward_passes: int
     seconds: float
+    windows: list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """When a position of the response changed, in seconds.
+    """When a position of the response changed, in seconds: it was masked from `opened` to `decoded`.
 
-    Args:
-        opened (`float`): Its block was opened.
-        decoded (`float`, *optional*): Its token was there; `None` for a position behind the end of the response.
-        closed (`float`): It was no longer masked: decoded, or behind the end.
+    A position behind the end of the response (`is_response` is false) was masked until the end was decoded.
     """
 
     opened: float
-    decoded: float | None
-    closed: float
+    decoded: float
+    is_response: bool = True
 
 
 def moments(run: Run, mask_token_id: int) -> list[Moments]:
-    """Those of each position that was ever open."""
-    opened: dict[int, float] = {}
+    """Those of each position that was decoded or open."""
     decoded: dict[int, float] = {}
-    closed: dict[int, float] = {}
     for seconds, ids in run.frames:
         for position, token in enumerate(ids):
-            opened.setdefault(position, seconds)
-            if token != mask_token_id and position < len(run.response_ids):
+            if token != mask_token_id:
                 decoded.setdefault(position, seconds)
-        for position in opened:
-            if position >= len(ids):
-                closed.setdefault(position, seconds)
-    return [
-        Moments(
-            0.0 if opened[position] == run.frames[0][0] else opened[position],  # the first forward reads its block
-            decoded.get(position),
-            decoded.get(position, closed.get(position, run.seconds)),
-        )
-        for position in range(len(opened))
-    ]
+    length = len(run.response_ids)
+    opened: list[float] = []
+    done = 0.0  # when the forward before was
+    for end, positions in run.windows:
+        opened += [done] * (end - len(opened))
+        done = min((decoded[position] for position in positions if position in decoded), default=done)
+    if not opened:
+        opened = [decoded[position] for position in range(length)]
+    found = [Moments(opened[position], decoded[position]) for position in range(length)]
+    return found + [Moments(start, found[-1].decoded, is_response=False) for start in opened[length:]]
 
 
 def record(system: System, models: ReferenceModels, question: str) -> Run:
     """Answers the question once."""
     prompt = models.prompt(question)
+    length = prompt["input_ids"].shape[1]
     recorder = Recorder()
     output = system.model.generate(**prompt, **system.options, streamer=recorder, return_dict_in_generate=True)
     seconds = time.perf_counter() - recorder.start
-    response_ids = output.sequences[0, prompt["input_ids"].shape[1] :].tolist()
-    forwards = getattr(output, "num_forward_passes", None)
-    return Run(recorder.frames, response_ids, len(response_ids) if forwards is None else int(forwards[0]), seconds)
+    response_ids = output.sequences[0, length:].tolist()
+    trace = getattr(output, "trace", None)
+    if trace is None:
+        return Run(recorder.frames, response_ids, len(response_ids), seconds, [])
+    ends = [step["window_start"] + step["window_length"] - length for step in trace[0]]
+    accepted = [[position - length for position, _ in step["accepted"]] for step in trace[0]]
+    windows = list(zip(ends, accepted, strict=True))
+    return Run(recorder.frames, response_ids, int(output.num_forward_passes), seconds, windows)
 
 
 def median_run(runs: Sequence[Run]) -> Run:
@@ -156,6 +150,8 @@ def layout(tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int]) -> l
                 break
             word += len(following)
         starts_word = number == 0 or not piece or piece[0] in " \n"
+        if number == 0:
+            piece = piece.lstrip()
         if piece.startswith("\n") or (starts_word and column + word > WIDTH) or column + len(piece) > WIDTH:
             line, column = line + 1, 0
             piece = piece.lstrip("\n ")
@@ -188,6 +184,11 @@ class Picture:
         x, y = MARGIN + CELL * column + 2, self.y + LINE * line - FONT + 2
         size = f'width="{CELL * num_cells - 4:g}" height="{FONT}" rx="3"'
         self.parts.append(f'<rect x="{x:g}" y="{y:g}" {size} fill="{MASK_COLOR}" opacity="0"{timing}/>')
+
+    def edge(self, line: int, column: int, timing: str) -> None:
+        """The boundary before a block."""
+        x, y = MARGIN + CELL * column, self.y + LINE * line - FONT
+        self.parts.append(f'<path d="M{x:g} {y:g}v{LINE - 4}" stroke="{EDGE_COLOR}" opacity="0"{timing}/>')
 
     def shown(self, start: float, end: float | None = None) -> str:
         """The attribute of what is there from `start` to `end` (the end of the cycle), in seconds of the run."""
@@ -244,7 +245,7 @@ def draw(models: ReferenceModels, question: str, runs: dict[str, Run], hardware:
     paragraphs = [
         f"Here D2F is {faster:.1f} times as fast. Both have {size} million parameters and the same architecture; "
         f"{dtype}, batch size 1.",
-        f"{hardware}. Shown {slowdown:g} times slower than it was.",
+        f"{hardware}. Shown " + (f"{slowdown:g} times slower than it was." if slowdown > 1 else "as fast as it was."),
     ]
     notes = [line for paragraph in paragraphs for line in wrapped(paragraph)]
     for number, note in enumerate(notes):
@@ -270,26 +271,21 @@ def draw_run(picture: Picture, models: ReferenceModels, name: str, run: Run) -> 
     picture.y += LINE * 1.2
 
     places = layout(models.tokenizer, run.response_ids)
-    line, column, last = places[-1]
-    column += len(last)
+    line = column = 0
     for position, moment in enumerate(moments(run, mask)):
-        if position < len(places):
+        if moment.is_response:
             line, column, text = places[position]
             num_cells = max(1, len(text))
-            if text.strip() and moment.decoded is not None:
+            if text.strip():
                 picture.cells(line, column, text, picture.shown(moment.decoded))
-        else:  # behind the end
+        else:
             num_cells = MASK_CELLS
             if column + num_cells > WIDTH:
                 line, column = line + 1, 0
-        if moment.closed > moment.opened:
-            picture.box(line, column, num_cells, picture.shown(moment.opened, moment.closed))
+        if moment.decoded > moment.opened:
+            picture.box(line, column, num_cells, picture.shown(moment.opened, moment.decoded))
             if position and position % block_size == 0:
-                x, y = MARGIN + CELL * column, picture.y + LINE * line
-                picture.parts.append(
-                    f'<path d="M{x:g} {y - FONT:g}v{LINE - 4}" stroke="{EDGE_COLOR}" opacity="0"'
-                    f"{picture.shown(moment.opened, run.seconds)}/>"
-                )
+                picture.edge(line, column, picture.shown(moment.opened, run.seconds))
         column += num_cells
     picture.y += LINE * (max(line, places[-1][0]) + 2)
 
@@ -323,8 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = load(args.models, args.dtype)
     except FileNotFoundError as error:
         sys.exit(str(error))
-    question = args.question or make_problems("test", 3, seed=1)[2].question
+    question = args.question or make_problems("test", 4, seed=1)[3].question
     systems = models.systems(args.max_new_tokens)
+    systems[D2F].options["output_trace"] = True
     runs: dict[str, list[Run]] = {D2F: [], TWIN: []}
     for number in range(args.runs + 1):
         for name in runs:
