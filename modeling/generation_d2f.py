@@ -154,9 +154,11 @@ class D2FGenerationMixin(GenerationMixin):
         return config, model_kwargs
 
     def _extract_generation_mode_kwargs(self, custom_generate, kwargs, *args, **others):
-        generator = kwargs.pop("generator", None)
+        own = {"generator": kwargs.pop("generator", None)}
+        if custom_generate is _arguments:  # of other functions the base class keeps no tokenizer for stop strings
+            own["tokenizer"] = kwargs.get("tokenizer")
         mode_kwargs = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *args, **others)
-        return mode_kwargs if generator is None else {**mode_kwargs, "generator": generator}
+        return {**mode_kwargs, **{name: value for name, value in own.items() if value is not None}}
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         # The base class takes every padding token for padding. Those inside a text are text.

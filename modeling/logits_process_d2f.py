@@ -156,9 +156,11 @@ def process_logits(
             scores = processor(response.sequences[row].to(scores.device), scores)
         elif declared is None and is_one_of(processor, _OF_THE_LENGTH):
             processed = torch.empty_like(scores)
-            for i in index.unique().tolist():
-                text = index.new_full((1, response.prompt_width + i), response.mask_token_id)
-                own = index == i
+            widths = [response.group(b).input_ids.shape[1] for b in row.tolist()]
+            lengths = index + torch.tensor(widths, device="cpu")
+            for length in lengths.unique().tolist():
+                text = index.new_full((1, length), response.mask_token_id)
+                own = lengths == length
                 processed[own] = processor(text.to(scores.device).expand(int(own.sum()), -1), scores[own])
             scores = processed
         elif declared is False or (declared is None and is_one_of(processor, _OF_THE_TEXT)):
@@ -167,7 +169,9 @@ def process_logits(
             for (b, text, number), own in zip(texts, scores.split([number for *_, number in texts]), strict=True):
                 text = text.to(scores.device).expand(number, -1)
                 if declared is None and is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
-                    processed.append(_constrained(processor, b, text, own))
+                    group = response.group(b)
+                    slot = group.rows.index(int(response.source_rows[b]))
+                    processed.append(_constrained(processor, slot, text, own))
                 else:
                     processed.append(processor(text, own))
             scores = torch.cat(processed)
@@ -187,9 +191,9 @@ def _processed_by_group(
     processed = torch.empty_like(scores)
     own: dict[int, list[int]] = {}  # of the masked tokens, those of each group
     for i, b in enumerate(row.tolist()):
-        own.setdefault(id(response.groups[b]), []).append(i)
+        own.setdefault(id(response.group(b)), []).append(i)
     for tokens in own.values():
-        group = response.groups[int(row[tokens[0]])]
+        group = response.group(int(row[tokens[0]]))
         [length] = index[tokens].unique().tolist()
         slots = torch.tensor([group.rows.index(b) for b in row[tokens].tolist()], device=scores.device)
         tokens = torch.tensor(tokens, device=scores.device)
@@ -202,10 +206,13 @@ def _processed_by_group(
 
 
 def _constrained(
-    processor: PrefixConstrainedLogitsProcessor, row: int, text: torch.LongTensor, scores: torch.FloatTensor
+    processor: PrefixConstrainedLogitsProcessor, slot: int, text: torch.LongTensor, scores: torch.FloatTensor
 ) -> torch.FloatTensor:
-    """What the processor does, which would take the number of a masked token for that of its prompt."""
-    prompt = row // processor._num_beams  # beams and returned sequences of a prompt stand one after the other
+    """What the processor does, which would take the number of a masked token for that of its prompt.
+
+    `slot` is the row's number in its group.
+    """
+    prompt = slot // processor._num_beams  # beams and returned sequences of a prompt stand one after the other
     constraint = PrefixConstrainedLogitsProcessor(
         lambda _, tokens: processor._prefix_allowed_tokens_fn(prompt, tokens), 1
     )
@@ -225,5 +232,6 @@ def _decoded_texts(
     for (b, length), number in zip(ends.T.tolist(), numbers.tolist(), strict=True):
         prompt = int(response.prompt_lengths[b])
         text = response.sequences[b, : prompt + length]
-        texts.append((b, F.pad(text, (response.prompt_width - prompt, 0), value=response.mask_token_id), number))
+        width = response.group(b).input_ids.shape[1]
+        texts.append((b, F.pad(text, (width - prompt, 0), value=response.mask_token_id), number))
     return texts

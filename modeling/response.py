@@ -179,6 +179,10 @@ class Response:
         own.source_rows = self.source_rows[rows]
         return own
 
+    def group(self, row: int) -> RowGroup:
+        """The group of a row, in a copy of `of_rows` too."""
+        return self.groups[int(self.source_rows[row])]
+
     def tokens(self, rows: torch.LongTensor | None = None, length: int | None = None) -> torch.LongTensor:
         """The first `length` response tokens of `rows` (all), `(A, length)`."""
         sequences, prompt_lengths = self.sequences, self.prompt_lengths

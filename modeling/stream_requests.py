@@ -9,7 +9,7 @@ import torch
 from transformers.generation import PrefixConstrainedLogitsProcessor, StoppingCriteriaList
 
 from .acceptance_rules import ACCEPTANCE_RULES
-from .generate_arguments import check_limits, check_prompts, num_embeddings
+from .generate_arguments import check_generation_config, check_limits, check_prompts, num_embeddings
 from .generation_config_d2f import D2FGenerationConfig
 from .logits_process_d2f import looks_at_scores_alone
 from .pipelined_decoding import ROW_OPTIONS
@@ -81,12 +81,13 @@ class RequestPreparer:
         self.max_prompt_length = max_prompt_length
         self.max_new_tokens = max_new_tokens
         self.shared_samplers: dict[tuple, Sampler] = {}  # by the options that they were made from
+        self.plain: PreparedRequest | None = None  # that of requests without options, if only their prompts differ
 
     def __call__(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> PreparedRequest:
         """Prepares the prompt `(L,)` with its own options.
 
         1. Check what needs no preparation.
-        2. Own options before those of the stream.
+        2. Own options before those of the stream. Where there are none, the last such request is taken again.
         3. What transformers prepares for this prompt alone.
         4. A sampler, which requests share where it depends on nothing but options.
 
@@ -100,6 +101,15 @@ class RequestPreparer:
 
         # 2. Options.
         own = {name: value for name, value in options.items() if value is not None}
+        if (config := own.pop("generation_config", None)) is not None:  # before the keywords of the stream
+            check_generation_config("generation_config", config)
+            values = {name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")}
+            values.pop("transformers_version", None)
+            own = {**values, **own}
+        limit = own.get("max_new_tokens", self.max_new_tokens)
+        if self.plain is not None and own.keys() <= {"max_new_tokens"} and type(limit) is int:
+            self._check_limit(limit)
+            return self.plain._replace(prompt=input_ids.long().cpu(), max_new_tokens=limit)
         given = {**self.stream_options, **own}
         if "max_length" in own and "max_new_tokens" not in own:
             given.pop("max_new_tokens", None)
@@ -114,22 +124,19 @@ class RequestPreparer:
         config: D2FGenerationConfig = arguments["generation_config"]
         check_stream_config(config, self.stream_config)
         limit = config.max_length - length
-        if not 1 <= limit <= self.max_new_tokens:
-            raise ValueError(
-                f"`max_new_tokens` of a request must be from 1 to the {self.max_new_tokens} of the stream, got "
-                f"{limit}. Give the largest needed to the stream."
-            )
+        self._check_limit(limit)
         check_limits(self.model, config, length, length)
 
         # 4. The sampler.
         processors = arguments["logits_processor"]
         sampler = self.model.sampler_class(config, processors, arguments.get("generator"))
-        if "generator" not in own and seed is None and looks_at_scores_alone(processors):
+        is_shared = "generator" not in own and seed is None and looks_at_scores_alone(processors)
+        if is_shared:
             concerns_sampling = own.keys() - set(ROW_OPTIONS) - {"max_new_tokens", "max_length", "max_time"}
             key = tuple(sorted((name, repr(own[name])) for name in concerns_sampling))
             sampler = self.shared_samplers.setdefault(key, sampler)
         eos_token_ids = config._eos_token_tensor
-        return PreparedRequest(
+        request = PreparedRequest(
             prompt=input_ids[0].cpu(),
             max_new_tokens=limit,
             min_new_tokens=(config.min_length or 0) - length,
@@ -140,6 +147,17 @@ class RequestPreparer:
             num_return_sequences=config.num_return_sequences or 1,
             has_guests=not all(_is_of_transformers(processor) for processor in processors),
         )
+        counts_prompt = config.max_new_tokens is None or (config.min_length and config.min_new_tokens is None)
+        if not own and is_shared and not counts_prompt and len(request.stopping_criteria) == 0:
+            self.plain = request
+        return request
+
+    def _check_limit(self, limit: int) -> None:
+        if not 1 <= limit <= self.max_new_tokens:
+            raise ValueError(
+                f"`max_new_tokens` of a request must be from 1 to the {self.max_new_tokens} of the stream, got "
+                f"{limit}. Give the largest needed to the stream."
+            )
 
 
 def check_stream_options(options: dict[str, Any], of_request: bool = False) -> None:
