@@ -83,7 +83,7 @@ def test_lines_are_not_wider_than_the_picture_and_words_are_whole(tokenizer):
 def texts(svg):
     """Those that stand in the picture when nothing moves."""
     root = ElementTree.fromstring(svg)
-    return [element.text for element in root.iter(SVG + "text") if element.get("opacity") != "0"]
+    return [element.text or "" for element in root.iter(SVG + "text") if element.get("opacity") != "0"]
 
 
 @pytest.mark.slow
