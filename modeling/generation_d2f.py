@@ -4,7 +4,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ from .generation_config_d2f import (
     parameters_not_used_by,
     parameters_of_other_rules,
 )
+from .gradient_mode import gradient_mode
+from .logits_process_d2f import refuse_undeclared
 from .lookahead_decoding import LookAheadDecoder
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
@@ -74,7 +76,7 @@ class D2FGenerationMixin(GenerationMixin):
         if getattr(self.generation_config, "_from_model_config", False):
             # There is no generation_config.json, and the base class has taken what it knows from config.json.
             self.generation_config = self.generation_config_class.from_model_config(self.config)
-        else:
+        elif not isinstance(self.generation_config, self.generation_config_class):
             self.generation_config = self.generation_config_class.from_file_of_any_version(self.generation_config)
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
@@ -124,6 +126,7 @@ class D2FGenerationMixin(GenerationMixin):
             generation_config = as_plain_config(generation_config, own, self.generation_config_class)
             values = {name: value for name, value in vars(generation_config).items() if value is not None}
             given = {**values, **{name: value for name, value in kwargs.items() if value is not None}}
+        check_values(given)
         decoding = given.get("decoding") or getattr(own, "decoding", None) or "d2f"
         rule = given.get("acceptance_rule") or getattr(own, "acceptance_rule", None)
         # What the model's own generation config says for another mode is no argument of this call.
@@ -132,7 +135,6 @@ class D2FGenerationMixin(GenerationMixin):
         if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
             ignored.add("steps")
         check_values({name: value for name, value in vars(own).items() if name not in ignored})
-        check_values(given)
         no_length = not any(
             value is not None for c in (given, vars(own)) for value in (c.get("max_length"), c.get("max_new_tokens"))
         )
@@ -242,16 +244,18 @@ class D2FGenerationMixin(GenerationMixin):
         check_limits(self, config, max_prompt_length, 1)
         refuse_adapters_of_rows(self, config.decoding, max_batch_size)
         use_cache = arguments.get("use_cache") is not False
+        for processor in arguments["logits_processor"]:
+            refuse_undeclared(processor)
         guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
 
         def make_decoder(sampler: StreamSampler) -> DecodingLoop:
-            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=self.device)
+            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
             return self._decoder(response, sampler, config, use_cache)
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
-        return StreamDecoder(prepare, make_decoder, self._without_gradients(False, guests))
+        return StreamDecoder(prepare, make_decoder, gradient_mode(self, guests, arguments.get("generator")))
 
     def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
         """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""
@@ -339,22 +343,13 @@ class D2FGenerationMixin(GenerationMixin):
         somebody_goes_on = functools.partial(
             self._has_unfinished_sequences, synced_gpus=synced_gpus, device=response.device
         )
-        with self._without_gradients(synced_gpus, [*logits_processor, *stopping_criteria, streamer])():
+        guests = [*logits_processor, *stopping_criteria, streamer]
+        # With sharded weights others have hooks on the model.
+        with torch.no_grad() if synced_gpus else gradient_mode(self, guests, generator)():
             run_to_the_end(decoder, self, response.device, somebody_goes_on)
         if streamer is not None:
             streamer.end()
         return response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
-
-    def _without_gradients(self, synced_gpus: bool, guests: list[object]) -> Callable:
-        """`torch.inference_mode`, in which a small model decodes a tenth faster than in `torch.no_grad`. The latter
-        where tensors made in that mode could outlive decoding: where somebody else's code gets them (`guests`, hooks,
-        which FSDP and DeepSpeed have too), or the model keeps some (rotary frequencies that follow the length)."""
-        is_own = all(guest is None or type(guest).__module__.startswith("transformers.") for guest in guests)
-        keeps_none = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
-        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        if synced_gpus or has_hooks or not is_own or not keeps_none:
-            return torch.no_grad
-        return torch.inference_mode
 
     def _response(
         self,

@@ -39,6 +39,7 @@ from transformers.generation import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -57,6 +58,7 @@ _OF_THE_SCORES = (
     MinPLogitsWarper,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -83,7 +85,7 @@ KEEP_NOTHING = (*_OF_THE_SCORES, *_OF_THE_LENGTH, NoRepeatNGramLogitsProcessor, 
 
 def is_one_of(processor: Callable, classes: tuple[type, ...]) -> bool:
     """Whether a processor does what one of `classes` does. A subclass that has a `__call__` of its own does not."""
-    return next(c for c in type(processor).__mro__ if "__call__" in vars(c)) in classes
+    return next((c for c in type(processor).__mro__ if "__call__" in vars(c)), None) in classes
 
 
 def declaration(processor: Callable) -> bool | None:
@@ -130,6 +132,16 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
     if is_one_of(processor, (SequenceBiasLogitsProcessor,)):
         return any(len(sequence) > 1 for sequence in processor.sequence_bias)
     return is_one_of(processor, (PrefixConstrainedLogitsProcessor, NoRepeatNGramLogitsProcessor))
+
+
+def refuse_undeclared(processor: Callable) -> None:
+    """Refuses a processor that may keep a state for each row, where requests of their own share it."""
+    if not is_known(processor):
+        raise ValueError(
+            f"`logits_processor` must not keep a state for each row where requests share it, and {_name(processor)} "
+            "does not say what it depends on. If that is nothing but the text and the scores it is given, set its "
+            "attribute `depends_on_previous_tokens` to True, or to False if it does not need the token right before."
+        )
 
 
 def _name(processor: Callable) -> str:

@@ -291,11 +291,12 @@ class Response:
             known -= (known % block_size).masked_fill(is_whole, 0)
         known = torch.minimum(known, self.stopped_at)
         shown = torch.minimum(shown, end_of_text[rows] + 1)
-        going = [row for row in rows.tolist() if not self.has_stopped[row]]
-        listening = {id(self.groups[row]): self.groups[row] for row in going}.values()
-        for group in listening:
-            if len(group.stopping_criteria) > 0:
-                self._ask(group, [row for row in going if self.groups[row] is group], known)
+        asked: dict[int, list[int]] = {}  # rows of each group
+        for row, has_stopped in zip(rows.tolist(), self.has_stopped[rows].tolist(), strict=True):
+            if not has_stopped and len(self.groups[row].stopping_criteria) > 0:
+                asked.setdefault(id(self.groups[row]), []).append(row)
+        for own in asked.values():
+            self._ask(self.groups[own[0]], own, known)
         for row, end in zip(rows.tolist(), shown.tolist(), strict=True):
             streamer, before, decoded = self.groups[row].streamer, self.published[row], int(known[row])
             self.published[row] = decoded

@@ -159,7 +159,9 @@ class _GuardedCriteria(StoppingCriteria):
         try:
             with _for_guests():
                 for criterion in self.criteria:
-                    says_stop |= bool(torch.as_tensor(criterion(input_ids.clone(), scores, **kwargs)).any())
+                    says_stop |= bool(
+                        torch.as_tensor(criterion(input_ids.clone(), scores, **kwargs), device="cpu").any()
+                    )
         except Exception as error:
             self.error, says_stop = error, True
         return torch.tensor([says_stop], device="cpu")
@@ -198,7 +200,7 @@ class StreamDecoder:
         make_decoder: Callable[[StreamSampler], PipelinedDecoder],
         gradient_mode: Callable[[], contextlib.AbstractContextManager],
     ):
-        self._prepare = prepare
+        self.prepare = prepare
         self._gradient_mode = gradient_mode
         self._sampler = StreamSampler()
         with gradient_mode():
@@ -239,7 +241,7 @@ class StreamDecoder:
         Raises:
             ValueError: for a prompt or an option that cannot be. The stream is as it was.
         """
-        request = self._prepare(input_ids, options)
+        request = self.prepare(input_ids, options)
         if request.num_return_sequences > self.max_batch_size:
             raise ValueError(
                 f"`num_return_sequences` must be at most the {self.max_batch_size} rows of the stream "

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation import PrefixConstrainedLogitsProcessor, StoppingCriteriaList
+from transformers.generation import StoppingCriteriaList
 
 from .acceptance_rules import ACCEPTANCE_RULES
-from .generate_arguments import check_generation_config, check_limits, check_prompts, num_embeddings
+from .generate_arguments import check_generation_config, check_limits, check_prompts, input_device, num_embeddings
 from .generation_config_d2f import D2FGenerationConfig
+from .gradient_mode import keeps_nothing
 from .logits_process_d2f import looks_at_scores_alone
 from .pipelined_decoding import ROW_OPTIONS
 from .sampler import Sampler
@@ -115,7 +116,7 @@ class RequestPreparer:
             given.pop("max_new_tokens", None)
         seed = given.pop("seed", None)
         if seed is not None:
-            given["generator"] = torch.Generator(device=self.model.device).manual_seed(seed)
+            given["generator"] = torch.Generator(device=input_device(self.model)).manual_seed(seed)
 
         # 3. Preparation.
         input_ids = input_ids[None].long()
@@ -145,7 +146,7 @@ class RequestPreparer:
             sampler=sampler,
             row_options={name: getattr(config, name) for name in ROW_OPTIONS},
             num_return_sequences=config.num_return_sequences or 1,
-            has_guests=not all(_is_of_transformers(processor) for processor in processors),
+            has_guests=not all(keeps_nothing(processor) for processor in processors),
         )
         counts_prompt = config.max_new_tokens is None or (config.min_length and config.min_new_tokens is None)
         if not own and is_shared and not counts_prompt and len(request.stopping_criteria) == 0:
@@ -225,9 +226,3 @@ def check_stream_prompt(input_ids: Any, max_prompt_length: int) -> None:
             f"Each of `requests` (`input_ids`) must be a prompt of 1 to {max_prompt_length} tokens "
             f"(`max_prompt_length`), got the shape {tuple(input_ids.shape)}. Give prompts one by one, without padding."
         )
-
-
-def _is_of_transformers(processor: Any) -> bool:
-    """Whether nobody else's code gets tensors from a processor."""
-    own_module = type(processor).__module__.startswith("transformers.")
-    return own_module and not isinstance(processor, PrefixConstrainedLogitsProcessor)

@@ -1,5 +1,7 @@
 """Logits processors on masked tokens anywhere in a response."""
 
+import logging
+
 import pytest
 import torch
 from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
@@ -11,6 +13,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
 )
 from transformers.generation import EosTokenCriteria
 
@@ -252,3 +255,249 @@ def test_stock_processors_leave_what_they_leave_a_stock_model(options):
             torch.testing.assert_close(stock(output.sequences[row : row + 1, : 6 + place], own)[0], scores[row])
             compared += 1
     assert compared > 6
+
+
+# ---- processors of the caller ----
+
+
+class NotTwice(LogitsProcessor):
+    """Forbids the token right before, and says nothing of itself."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+class Matcher(LogitsProcessor):
+    """Constrained decoding as engines of grammars do it (xgrammar): a state per row, and a call per token.
+
+    After an even token comes a token of the class of the row, after an odd one anything even.
+    """
+
+    def __init__(self):
+        self.states, self.lengths, self.num_rows = [], [], None
+
+    def __call__(self, input_ids, scores):
+        if self.num_rows is None:
+            self.num_rows = len(input_ids)
+            self.states = [None] * self.num_rows
+            self.width = input_ids.shape[1]
+        assert len(input_ids) == len(scores) == self.num_rows, "the whole batch, also where rows have ended"
+        assert input_ids.shape[1] == self.width + len(self.lengths), "once per token"
+        self.lengths.append(input_ids.shape[1])
+        if len(self.lengths) > 1:
+            for row, token in enumerate(input_ids[:, -1].tolist()):
+                if self.states[row] == "done":
+                    assert token == PAD
+                else:
+                    assert token in self.allowed(row), "each token is one that was allowed"
+                    self.states[row] = "done" if token == EOS else token
+        for row in range(self.num_rows):
+            forbidden = sorted(set(range(VOCAB_SIZE)) - set(self.allowed(row)))
+            scores[row, forbidden] = -torch.inf  # in place
+        return scores
+
+    def allowed(self, row):
+        state = self.states[row]
+        if state == "done":
+            return [PAD]
+        if state is None or state % 2:
+            return list(range(0, 36, 2))
+        return [1 + 2 * row, 11 + 2 * row, EOS]
+
+
+PACES = {
+    "paper": {},
+    "eager": {"confidence_threshold": 0.0, "block_add_threshold": 0.0, "block_activation_threshold": 0.0},
+    "one block": {"max_active_blocks": 1, "block_add_threshold": 1.0},
+    "credit": {"acceptance_rule": "credit"},
+    "entropy": {"acceptance_rule": "entropy_bound", "entropy_bound": 5.0},
+    "factor": {"acceptance_rule": "factor", "confidence_factor": 5.0},
+    "semi": {"semi_activated_threshold": 0.0},
+    "uncached": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_processor_with_a_state_per_row_is_called_as_transformers_calls_it(pace, side):
+    """All rows are at the same token, whatever the rules would accept; rows that have ended are filled up."""
+    options = {"max_new_tokens": 13, "block_size": 3, "do_sample": True, "num_return_sequences": 2, "top_k": 0}
+    num_lengths = set()
+    for seed in range(3):
+        matcher = Matcher()
+        output = tiny_model(seed=seed).generate(
+            **pad(random_prompts([4, 2, 4], seed=seed), side),
+            **options,
+            **PACES[pace],
+            logits_processor=LogitsProcessorList([matcher]),
+            return_dict_in_generate=True,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        assert matcher.num_rows == 6
+        for row, tokens in enumerate(output.sequences[:, 4:].tolist()):
+            tokens = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+            assert output.num_forward_passes[row] == len(tokens), "one token per forward"
+            num_lengths.add(len(tokens))
+            for before, token in zip([1, *tokens], tokens, strict=False):
+                assert token % 2 == 0 if before % 2 else token in (1 + 2 * row, 11 + 2 * row, EOS)
+    assert len(num_lengths) > 3, "rows end at different tokens"
+
+
+def test_what_a_processor_forbids_behind_the_token_right_before_never_comes_out():
+    """An undeclared processor was asked with the wrong token right before; a third of the pairs violated it."""
+    for prompts in (random_prompts([9, 9], seed=1), random_prompts([9, 4, 1], seed=2)):
+        for seed in range(3):
+            output = tiny_model(seed=seed).generate(
+                **pad(prompts, "left"), max_new_tokens=24, eos_token_id=None, confidence_threshold=0.0,
+                logits_processor=LogitsProcessorList([NotTwice()]),
+            )[:, 8:]  # fmt: skip
+            assert (output[:, 1:] != output[:, :-1]).all()
+
+
+@pytest.mark.parametrize("declared", [None, True])
+def test_a_processor_of_the_caller_sees_the_batch_with_its_padding(declared):
+    recorder = Recorder()
+    recorder.depends_on_previous_tokens = declared
+    script = torch.stack([sure_of([0, 7, 2, 3, 4, 5, 6])(0), sure_of([0, 1, 2, 3, EOS, 5, 6])(0)])
+    for side, given in (("left", [PAD, PAD, 0]), ("right", [0, PAD, PAD])):
+        recorder.seen.clear()
+        output = ScriptedModel(script).generate(
+            **pad([[0], [0, 1, 2]], side), max_new_tokens=4, block_size=4, logits_processor=[recorder]
+        )
+        assert recorder.seen == [
+            [given, [0, 1, 2]],
+            [[*given, 7], [0, 1, 2, 3]],
+            [[*given, 7, 2], [0, 1, 2, 3, EOS]],
+            [[*given, 7, 2, 3], [0, 1, 2, 3, EOS, PAD]],
+        ]
+        assert output[:, 3:].tolist() == [[7, 2, 3, 4], [3, EOS, PAD, PAD]]
+
+
+def test_a_processor_that_declares_itself_decodes_at_full_speed_and_one_that_says_nothing_is_told_how(caplog):
+    class Neutral(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    class Mine(TemperatureLogitsWarper):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    def function(input_ids, scores):
+        return scores
+
+    calls = {}
+    logger = logging.getLogger("d2f_hf")
+    logger.addHandler(caplog.handler)
+    try:
+        for processor in (Neutral(), Mine(2.0), function):
+            model = ScriptedModel(sure_of(range(9)))
+            caplog.clear()
+            model.generate(torch.tensor([[0]]), max_new_tokens=8, block_size=8, logits_processor=[processor])
+            name = getattr(processor, "__name__", type(processor).__name__)
+            assert f"{name} does not say whether" in caplog.text
+            assert "depends_on_previous_tokens = False" in caplog.text
+            calls[name] = len(model.calls)
+            caplog.clear()
+            processor.depends_on_previous_tokens = False
+            model = ScriptedModel(sure_of(range(9)))
+            model.generate(torch.tensor([[0]]), max_new_tokens=8, block_size=8, logits_processor=[processor])
+            assert len(model.calls) == 1 and caplog.text == ""
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert calls == {"Neutral": 8, "Mine": 8, "function": 8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decoding": "vanilla"}, {"decoding": "fast_dllm"}, {"num_branches": 2}, {"remask_threshold": 0.5}],
+    ids=str,
+)
+def test_decoding_in_another_order_refuses_a_processor_that_may_need_the_token_right_before(options):
+    model, prompt = tiny_model(), torch.tensor([[1, 2]])
+    before = model.generate(prompt, max_new_tokens=4, **options)
+    for declared in (None, True):
+        processor = NotTwice()
+        processor.depends_on_previous_tokens = declared
+        with pytest.raises(ValueError, match="(?s)processors of your own.*depends_on_previous_tokens = False"):
+            model.generate(prompt, max_new_tokens=4, logits_processor=[processor], **options)
+    processor.depends_on_previous_tokens = False
+    model.generate(prompt, max_new_tokens=4, logits_processor=[processor], **options)
+    assert model.generate(prompt, max_new_tokens=4, **options).equal(before)
+
+
+def test_a_declaration_is_true_or_false():
+    processor = NotTwice()
+    processor.depends_on_previous_tokens = "no"
+    with pytest.raises(ValueError, match="`depends_on_previous_tokens`.*NotTwice says 'no'"):
+        tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, logits_processor=[processor])
+
+
+def test_requests_share_a_processor_that_declares_itself_and_no_other():
+    """Each request is asked about alone; one that counts on its own batch would mix them up."""
+    model, prompts = tiny_model(seed=1), random_prompts([4, 2, 5], seed=3)
+    options = {"max_new_tokens": 7, "block_size": 3, "eos_token_id": None}
+    requests = [torch.tensor(prompt) for prompt in prompts]
+    with pytest.raises(ValueError, match="`logits_processor`.*NotTwice does not say"):
+        list(model.generate_stream_batch(requests, 2, 5, **options, logits_processor=[NotTwice()]))
+    for declared in (True, False):
+        processor = NotTwice()
+        processor.depends_on_previous_tokens = declared
+        stream = dict(model.generate_stream_batch(requests, 2, 5, **options, logits_processor=[processor]))
+        for number, prompt in enumerate(requests):
+            alone = model.generate(
+                prompt[None], attention_mask=torch.ones(1, len(prompt)), **options, logits_processor=[processor]
+            )
+            assert stream[number].equal(alone[0, len(prompt) :])
+
+
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_what_a_processor_does_in_place_leaves_the_logits_that_are_kept_alone(declared):
+    class InPlace(LogitsProcessor):
+        depends_on_previous_tokens = declared
+
+        def __call__(self, input_ids, scores):
+            scores.fill_(-3.0)
+            scores[:, 5] = 4.0
+            return scores
+
+    model, prompt = tiny_model(), torch.tensor([[1, 2], [3, 4]])
+    kept = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "max_new_tokens": 3}
+    output = model.generate(prompt, **kept, logits_processor=[InPlace()])
+    assert output.sequences[:, 2:].tolist() == [[5] * 3] * 2
+    for scores, logits in zip(output.scores, output.logits, strict=True):
+        assert (scores[:, 5] == 4.0).all() and not (logits == -3.0).any() and logits.isfinite().all()
+
+
+def test_processors_of_all_kinds_are_applied_in_their_order():
+    def doubling(input_ids, scores):
+        return scores * 2
+
+    def shifting(input_ids, scores):
+        return scores + 1
+
+    doubling.depends_on_previous_tokens, shifting.depends_on_previous_tokens = True, False
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    temperature = TemperatureLogitsWarper(0.5)
+    for processors, expected in (
+        ([doubling, shifting], lambda x: x * 2 + 1),
+        ([shifting, doubling], lambda x: (x + 1) * 2),
+        ([shifting, temperature, doubling], lambda x: (x + 1) * 4),
+        ([MinLengthLogitsProcessor(9, EOS), doubling, temperature, shifting], lambda x: x * 4 + 1),
+    ):
+        output = tiny_model().generate(torch.tensor([[1, 2], [3, 4]]), **options, logits_processor=processors)
+        for scores, logits in zip(output.scores, output.logits, strict=True):
+            torch.testing.assert_close(scores[:, :EOS], expected(logits[:, :EOS]))
+
+
+def test_a_processor_that_fails_leaves_the_model_usable():
+    def broken(input_ids, scores):
+        raise RuntimeError("no grammar")
+
+    model, prompt = tiny_model(), torch.tensor([[1, 2]])
+    expected = model.generate(prompt, max_new_tokens=4)
+    for declared in (None, False):
+        broken.depends_on_previous_tokens = declared
+        with pytest.raises(RuntimeError, match="no grammar"):
+            model.generate(prompt, max_new_tokens=4, logits_processor=[broken])
+    assert model.generate(prompt, max_new_tokens=4).equal(expected)
