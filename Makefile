@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN ?= .venv/bin
 PYTEST_ARGS ?=
+# Processes that share the tests; torch then takes one thread in each. WORKERS=0 runs them in one, with its output.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -n $(WORKERS)
 BENCH_ARGS ?=
 
 PYTHON_FOLDERS := src modeling examples tests
@@ -40,15 +43,15 @@ demo: .venv/.installed ## answer word problems with D2F and its rivals; QUESTION
 
 test: export HF_HUB_OFFLINE = 1
 test: .venv/.installed ## run the tests that are not marked nightly
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(call PYTEST,$(BIN)) $(PYTEST_ARGS)
 
 test-floor: export HF_HUB_OFFLINE = 1
 test-floor: .venv-floor/.installed ## the same tests on the oldest supported versions, in .venv-floor
-	.venv-floor/bin/python -m pytest $(PYTEST_ARGS)
+	$(call PYTEST,.venv-floor/bin) $(PYTEST_ARGS)
 
 nightly: export HF_HUB_OFFLINE = 1
 nightly: .venv/.installed ## the long tests
-	$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+	$(call PYTEST,$(BIN)) -m nightly $(PYTEST_ARGS)
 
 style: .venv/.installed ## fix and format the code
 	$(BIN)/ruff check --fix $(PYTHON_FOLDERS)

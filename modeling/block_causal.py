@@ -14,12 +14,12 @@ def positions_without_padding(attention_mask: torch.Tensor) -> torch.LongTensor:
     """The position of each token in its row when padding is left out: left- and right-padded rows agree.
 
     Args:
-        attention_mask (`torch.Tensor` of shape `(B, L)`): 1 for tokens, 0 for padding, at either end.
+        attention_mask (`torch.Tensor` of shape `(B, L)`): 0 for padding, at either end; of any dtype.
 
     Returns:
         `torch.LongTensor` of shape `(B, L)`. Padding gets the position of its nearest token to the left, or 0.
     """
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return ((attention_mask != 0).cumsum(-1) - 1).clamp(min=0)
 
 
 def visible_length(
@@ -65,7 +65,7 @@ def block_causal_mask(
     """
     allowed = key_positions[:, None, :] < visible_length(position_ids, prompt_lengths, block_size)[:, :, None]
     if is_key is not None:
-        allowed = allowed & is_key.bool()[:, None, :]
+        allowed = allowed & (is_key != 0)[:, None, :]
     return allowed[:, None]
 
 

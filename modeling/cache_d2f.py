@@ -159,6 +159,12 @@ class D2FCache(Cache):
         for layer in self.layers:
             layer.write_index, layer.num_rows, layer.read_length = index, num_rows, read_length
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the keys and values `(A, H, Q, D)` that a layer fed to their slots; returns what may be read."""
+        return self.layers[layer_idx].update(key_states, value_states)
+
     def as_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Packed `states` `(1, H, T, D)` in the window's rows, `(A, H, Q, D)`; in the place of padding anything."""
         num_rows, length = self.window[0].shape

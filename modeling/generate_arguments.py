@@ -245,14 +245,20 @@ def refuse_adapters_of_rows(model: nn.Module, decoding: str | None, num_rows: in
     """
     head = model.get_output_embeddings()
     for module, _, hook in _adapter_hooks(model):
-        names = getattr(hook, "keywords", {}).get("adapter_names")
-        what = "`adapter_names`" if names is not None else f"an adapter of {_function(hook).__module__}"
-        if names is None or decoding == "d2f":
+        keywords = getattr(hook, "keywords", {})
+        names = keywords.get("adapter_names")
+        if names is None:
+            what = "`alora_offsets`" if "alora_offsets" in keywords else _function(hook).__module__
             raise ValueError(
-                f"{what} is not supported with decoding={decoding!r}: rows share forwards, leave the batch and go "
-                "together with others, and an adapter that depends on the row or the input does not go with them. "
-                "Generate for one adapter at a time (`model.set_adapter(name)`), or take decoding='vanilla' or "
-                "decoding='fast_dllm' for `adapter_names`."
+                f"Adapters whose effect depends on the input of a forward ({what}) are not supported by `generate`: "
+                "a forward has a window of the text, and of other rows each time. Take an adapter of fixed weights, "
+                "such as LoRA, or generate inside `with model.disable_adapter():`."
+            )
+        if decoding == "d2f":
+            raise ValueError(
+                "`adapter_names` is not supported with decoding='d2f': rows share forwards and leave the batch, and "
+                "their adapters would not go with them. Generate for one adapter at a time "
+                "(`model.set_adapter(name)`), or take decoding='vanilla' or decoding='fast_dllm'."
             )
         if len(names) != num_rows:
             raise ValueError(

@@ -1,7 +1,7 @@
 """What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`.
 
-Each option is declared once, by an [`Option`] in the annotation of its attribute: its default, what it must be, and
-which ways of decoding do not use it. `__init__`, the defaults and all refusals follow from these declarations.
+Each option is declared once, by an [`Option`] in the annotation of its attribute. `__init__`, the defaults and the
+refusals follow from these declarations.
 """
 
 import inspect
@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from transformers.generation import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils import logging
 
 from .acceptance_rules import ACCEPTANCE_RULES
+
+logger = logging.get_logger(__name__)
 
 DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
@@ -24,12 +27,7 @@ BLOCK_CACHES = ("none", "prefix", "dual")
 
 
 class Check(NamedTuple):
-    """What a value must be.
-
-    Args:
-        must_be (`str`): That in words, for the error, and the way out.
-        is_met_by (`Callable`): Whether a value is that. It is not asked about `None`, which says nothing.
-    """
+    """What a value must be, in words and as a function. `None` says nothing and is not asked about."""
 
     must_be: str
     is_met_by: Callable[[Any], bool]
@@ -73,10 +71,8 @@ def _integer_from(smallest: int) -> Check:
 
 
 def _left_out(*neutral: Any) -> Check:
-    return Check(
-        "left out: block diffusion does not support it. Load an autoregressive model for it",
-        lambda value: isinstance(value, (bool, int, float)) and value in neutral,
-    )
+    must_be = "left out (block diffusion does not support it; an autoregressive model does)"
+    return Check(must_be, lambda value: isinstance(value, (bool, int, float)) and value in neutral)
 
 
 def _of_d2f(instead: str) -> dict[str, str]:
@@ -89,7 +85,6 @@ _AMOUNT = Check("a finite number of at least 0", lambda value: _is_number(value)
 _FROM_ZERO = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0.0)
 _FINITE = Check("a finite number", lambda value: _is_number(value) and math.isfinite(value))
 _TRUE_OR_FALSE = Check("True or False", lambda value: isinstance(value, bool))
-_ONE_TOKEN_ID = Check("a token id, which is an integer", _is_integer)
 _TOKEN_IDS = Check("a token id or a list of token ids, which are integers", _is_token_id_or_several)
 
 _SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
@@ -239,7 +234,7 @@ class D2FGenerationConfig(GenerationConfig):
     def validate(self, *args, **kwargs):
         check_values(vars(self))
         super().validate(*args, **kwargs)
-        for name, option in {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}.items():
+        for name, option in PARAMETERS.items():
             value = getattr(self, name, None)
             if value is not None and option.default is None and not (name == "guidance_scale" and value == 1):
                 self.refuse_what_is_not_used(name, value)
@@ -265,7 +260,7 @@ class D2FGenerationConfig(GenerationConfig):
 
     def refuse_what_is_not_used(self, name: str, value: Any) -> None:
         """Refuses the `value` of a parameter that `decoding` does not use."""
-        not_used_by = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}[name].not_used_by
+        not_used_by = PARAMETERS[name].not_used_by
         if self.decoding in not_used_by:
             others = " or ".join(f"decoding={mode!r}" for mode in DECODING_MODES if mode not in not_used_by)
             raise ValueError(
@@ -331,13 +326,18 @@ class D2FGenerationConfig(GenerationConfig):
     def from_file_of_any_version(cls, config: GenerationConfig) -> "D2FGenerationConfig":
         """What a file says, which the base class has read, with the paper's values where it says nothing.
 
-        It is checked by `generate`, which leaves out what the call has no use for.
+        What is of no use for its decoding is left out, and `generate` checks the rest: no file keeps a model from
+        loading.
         """
         loaded = cls()
         vars(loaded).update(vars(config))
         for name, option in OPTIONS.items():
             if getattr(loaded, name) is None:
                 setattr(loaded, name, option.default)
+        for name in (*parameters_not_used_by(loaded.decoding), *parameters_of_other_rules(loaded.acceptance_rule)):
+            if name in OPTIONS and getattr(loaded, name) is not None:
+                logger.warning_once(f"`{name}` of generation_config.json is not used by its decoding and left out.")
+            setattr(loaded, name, None)
         loaded._original_object_hash = hash(loaded)
         return loaded
 
@@ -355,8 +355,9 @@ class D2FGenerationConfig(GenerationConfig):
 OPTIONS: dict[str, Option] = {
     name: annotation.__metadata__[0] for name, annotation in inspect.get_annotations(D2FGenerationConfig).items()
 }
-# The parameters of `GenerationConfig` that are checked here too.
-_OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
+# The same, and the parameters of `GenerationConfig` that are checked here too.
+PARAMETERS: dict[str, Option] = {
+    **OPTIONS,
     "max_new_tokens": Option(_integer_from(1)),
     "max_length": Option(_integer_from(1)),
     "min_new_tokens": Option(_integer_from(0)),
@@ -364,7 +365,7 @@ _OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
     "num_return_sequences": Option(_integer_from(1)),
     "use_cache": Option(_TRUE_OR_FALSE),
     "eos_token_id": Option(_TOKEN_IDS),
-    "pad_token_id": Option(_ONE_TOKEN_ID),
+    "pad_token_id": Option(Check("a token id, which is an integer", _is_integer)),
     "guidance_scale": Option(
         _FINITE,
         {
@@ -373,33 +374,22 @@ _OPTIONS_OF_TRANSFORMERS: dict[str, Option] = {
         },
     ),
     "compile_config": Option(
-        Check("a `CompileConfig`", lambda value: not isinstance(value, (bool, str, dict))),
+        Check("a `CompileConfig`", lambda value: isinstance(value, CompileConfig)),
         _of_d2f("only the steps of pipelined decoding are compiled"),
     ),
-    "cache_implementation": Option(
-        Check("left out or be 'static': decoding makes its own preallocated cache", lambda value: value == "static")
-    ),
+    "cache_implementation": Option(Check("'static' or left out, as D2F makes its own cache", lambda v: v == "static")),
     # Those of transformers' other decoders, with the values that ask for nothing.
-    "penalty_alpha": Option(_left_out(0)),
-    "dola_layers": Option(_left_out()),
-    "low_memory": Option(_left_out(False)),
-    "prompt_lookup_num_tokens": Option(_left_out()),
-    "token_healing": Option(_left_out(False)),
-    "encoder_repetition_penalty": Option(_left_out(1)),
-    "encoder_no_repeat_ngram_size": Option(_left_out(0)),
-    "watermarking_config": Option(_left_out()),
-    "output_attentions": Option(_left_out(False)),
-    "output_hidden_states": Option(_left_out(False)),
-    "force_words_ids": Option(_left_out()),
-    "constraints": Option(_left_out()),
-    "num_beam_groups": Option(_left_out(1)),
-    "diversity_penalty": Option(_left_out(0)),
-    "length_penalty": Option(_left_out(1)),
-    "early_stopping": Option(_left_out(False)),
-    "decoder_start_token_id": Option(_left_out()),
-    "is_assistant": Option(_left_out(False)),
-    "prefill_chunk_size": Option(_left_out()),
-    "cache_config": Option(_left_out()),
+    **dict.fromkeys(
+        "dola_layers prompt_lookup_num_tokens watermarking_config force_words_ids constraints decoder_start_token_id "
+        "prefill_chunk_size cache_config".split(),
+        Option(_left_out()),
+    ),
+    **dict.fromkeys(
+        "low_memory token_healing output_attentions output_hidden_states early_stopping is_assistant".split(),
+        Option(_left_out(False)),
+    ),
+    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size", "diversity_penalty"), Option(_left_out(0))),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beam_groups", "length_penalty"), Option(_left_out(1))),
 }
 
 # Of these, what changes nothing where there are no beams and no encoder. A model's own config may have it.
@@ -414,24 +404,23 @@ def check_values(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"`{name}` must be a number, got {value!r}. Leave it out for the default.")
-        option = OPTIONS.get(name) or _OPTIONS_OF_TRANSFORMERS.get(name)
+        option = PARAMETERS.get(name)
         if option is not None and value is not None and not option.check.is_met_by(value):
+            default = "" if option.default is None else f", {option.default!r}"
             raise ValueError(
-                f"`{name}` must be {option.check.must_be}, got {value!r}. Leave it out for the default"
-                + ("." if option.default is None else f", {option.default!r}.")
+                f"`{name}` must be {option.check.must_be}, got {value!r}. Leave it out for the default{default}."
             )
 
 
 def parameters_of_other_rules(acceptance_rule: str | None) -> tuple[str, ...]:
     """The parameters that this `acceptance_rule` does not use; `None` is the default, `"threshold"`."""
-    own = ACCEPTANCE_RULES.get(acceptance_rule or "threshold", ())
+    own = ACCEPTANCE_RULES.get(str(acceptance_rule or "threshold"), ())
     return tuple(dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names if name not in own))
 
 
 def parameters_not_used_by(decoding: str) -> tuple[str, ...]:
     """The parameters without a default that this `decoding` does not use."""
-    options = {**OPTIONS, **_OPTIONS_OF_TRANSFORMERS}
-    not_used = (name for name, o in options.items() if o.default is None and decoding in o.not_used_by)
+    not_used = (name for name, o in PARAMETERS.items() if o.default is None and str(decoding) in o.not_used_by)
     return (*not_used, *_OF_BEAMS_AND_ENCODERS)
 
 

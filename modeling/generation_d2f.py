@@ -76,7 +76,7 @@ class D2FGenerationMixin(GenerationMixin):
         if getattr(self.generation_config, "_from_model_config", False):
             # There is no generation_config.json, and the base class has taken what it knows from config.json.
             self.generation_config = self.generation_config_class.from_model_config(self.config)
-        else:
+        elif not isinstance(self.generation_config, self.generation_config_class):
             self.generation_config = self.generation_config_class.from_file_of_any_version(self.generation_config)
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
@@ -126,6 +126,7 @@ class D2FGenerationMixin(GenerationMixin):
             generation_config = as_plain_config(generation_config, own, self.generation_config_class)
             values = {name: value for name, value in vars(generation_config).items() if value is not None}
             given = {**values, **{name: value for name, value in kwargs.items() if value is not None}}
+        check_values(given)
         decoding = given.get("decoding") or getattr(own, "decoding", None) or "d2f"
         rule = given.get("acceptance_rule") or getattr(own, "acceptance_rule", None)
         # What the model's own generation config says for another mode is no argument of this call.
@@ -134,7 +135,6 @@ class D2FGenerationMixin(GenerationMixin):
         if decoding == "fast_dllm" and (kwargs.get("confidence_threshold") is not None or not of_this_mode):
             ignored.add("steps")
         check_values({name: value for name, value in vars(own).items() if name not in ignored})
-        check_values(given)
         no_length = not any(
             value is not None for c in (given, vars(own)) for value in (c.get("max_length"), c.get("max_new_tokens"))
         )
@@ -246,15 +246,16 @@ class D2FGenerationMixin(GenerationMixin):
         use_cache = arguments.get("use_cache") is not False
         for processor in arguments["logits_processor"]:
             refuse_undeclared(processor)
+        guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
 
         def make_decoder(sampler: StreamSampler) -> DecodingLoop:
-            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=self.device)
+            prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
             return self._decoder(response, sampler, config, use_cache)
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
-        return StreamDecoder(prepare, make_decoder, gradient_mode(self))  # guests of requests get copies
+        return StreamDecoder(prepare, make_decoder, gradient_mode(self, guests, arguments.get("generator")))
 
     def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
         """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""

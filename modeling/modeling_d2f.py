@@ -1,30 +1,26 @@
-"""What the block-diffusion architectures share: norm, rotary embedding, attention, masks, and both forwards.
+"""What the block-diffusion architectures share: the norm, both forwards, saving. Attention is in `attention_d2f.py`.
 
 An architecture brings its configuration, its layers and the names of its parameters: `modeling_d2f_llada.py`,
 `modeling_d2f_dream.py`.
 """
 
-# B batch, L sequence, S key/value slots, H heads, D head dimension, V vocabulary, M positions whose logits are wanted
+# B batch, L sequence, S key/value slots, V vocabulary, M positions whose logits are wanted
 
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
-from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import capture_outputs
 
-from .block_causal import block_causal_mask, positions_without_padding
-from .cache_d2f import D2FCache
+from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
+from .block_causal import positions_without_padding
 from .configuration_d2f import D2FConfig
 from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
@@ -75,158 +71,10 @@ class D2FRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(hidden_states.dtype)
-
-
-class D2FRotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary embedding, in float32 as in the original (`rope_full_precision`)."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: D2FConfig, device: torch.device | None = None):
-        super().__init__()
-        self.config = config
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        self.rope_type = config.rope_parameters["rope_type"]
-        self.rope_init: Callable = self.compute_default_rope_parameters
-        if self.rope_type != "default":
-            self.rope_init = ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = self.rope_init(config, device)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(
-        config: D2FConfig, device: torch.device | None = None, **kwargs
-    ) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies `(D / 2,)` and the scaling of the result, which is 1."""
-        head_dim = config.hidden_size // config.num_attention_heads
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
-
-    def _apply(self, fn, *args, **kwargs):
-        # `model.to(torch.bfloat16)` moves the frequencies but does not round them: at position 1000 the rounding would
-        # be a shift by several tokens. `to_empty` leaves those of a meta model uninitialised; no checkpoint has them.
-        exact = self.inv_freq, self.original_inv_freq
-        super()._apply(fn, *args, **kwargs)
-        if exact[0].is_meta and not self.inv_freq.is_meta:
-            inv_freq, _ = self.rope_init(self.config)
-            exact = inv_freq, inv_freq.clone()
-        elif self.inv_freq.dtype == torch.float32:
-            return self
-        self.inv_freq, self.original_inv_freq = (buffer.to(self.inv_freq.device) for buffer in exact)
-        return self
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)  # [B, L, D / 2]
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Applies the rotary embedding to `x` of shape `(B, H, L, D)`; `cos` and `sin` are `(B, L, D)`."""
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat([-second, first], dim=-1)
-    return (x * cos[:, None] + rotated * sin[:, None]).to(x.dtype)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in plain operations, which also gives the weights.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, L, D)`), key, value (`torch.Tensor` of shape `(B, H_kv, S, D)`): The
-            heads.
-        attention_mask (`torch.Tensor` of shape `(B, 1, L, S)`, *optional*): Added to the scores.
-
-    Returns:
-        The output `(B, L, H, D)` and the weights `(B, H, L, S)`.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-def _flex_attention_mask(allowed: torch.BoolTensor) -> BlockMask:
-    """A bool mask `(B, 1, L, S)` as flex_attention takes it, which skips tiles where nothing is allowed."""
-    batch_size, _, length, num_slots = allowed.shape
-    return create_block_mask(
-        lambda b, h, q, kv: allowed[b, 0, q, kv], batch_size, None, length, num_slots, device=allowed.device
-    )
-
-
-class D2FAttention(nn.Module):
-    """Attention on projected heads. Where the projections are is the architecture's matter."""
-
-    is_causal = False  # otherwise scaled_dot_product_attention is causal wherever it gets no mask
-
-    def __init__(self, config: D2FConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotates, puts keys and values into the cache, and attends.
-
-        Args:
-            query (`torch.Tensor` of shape `(B, L, H * D)`), key, value (`torch.Tensor` of shape `(B, L, H_kv * D)`):
-                As they leave the projections.
-
-        Returns:
-            The output `(B, L, H * D)`, and the weights `(B, H, L, S)` where the implementation gives them.
-        """
-        heads = (*query.shape[:2], -1, self.head_dim)
-        query, key, value = (states.view(heads).transpose(1, 2) for states in (query, key, value))  # [B, H, L, D]
-        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        is_packed = isinstance(cache, D2FCache) and cache.is_packed
-        if is_packed:
-            query = cache.as_rows(query)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.head_dim**-0.5,
-            **kwargs,
-        )
-        if is_packed:
-            output = cache.as_packed(output)
-        return output.flatten(2), weights
+        squares = (x * x).sum(-1, keepdim=True)
+        # Their mean plus eps. An operand that is no tensor is made one first, which on a CPU takes longer than the sum.
+        mean = torch.full_like(squares, self.eps).add_(squares, alpha=1 / x.shape[-1])
+        return self.weight * (x * mean.rsqrt_()).to(hidden_states.dtype)
 
 
 class D2FPreTrainedModel(PreTrainedModel):
@@ -255,9 +103,6 @@ class D2FModel(D2FPreTrainedModel):
         """The norm behind the last layer."""
         raise NotImplementedError
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @merge_with_config_defaults
-    @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -271,6 +116,27 @@ class D2FModel(D2FPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> D2FModelOutput:
         """Hidden states of a sequence. For the arguments see [`D2FForBlockDiffusion.forward`]."""
+        return_dict, cache = _pop_return_dict(self.config, kwargs), _pop_old_name_of_cache(cache, kwargs)
+        arguments = (input_ids, attention_mask, position_ids, cache, inputs_embeds, prompt_lengths, block_size)
+        options = ("output_hidden_states", "output_attentions")
+        if any(kwargs.get(option, getattr(self.config, option)) for option in options):
+            output = self._recorded_forward(*arguments, return_dict=True, **kwargs)
+        else:
+            output = self._forward(*arguments, **kwargs)
+        return output if return_dict else output.to_tuple()
+
+    def _forward(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.LongTensor | None,
+        cache: Cache | None,
+        inputs_embeds: torch.FloatTensor | None,
+        prompt_lengths: torch.LongTensor | None,
+        block_size: int | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> D2FModelOutput:
+        """Gives the last hidden states and the cache."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
@@ -281,67 +147,35 @@ class D2FModel(D2FPreTrainedModel):
             else:
                 start = cache.get_seq_length() if cache is not None else 0
                 position_ids = (start + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device))[None]
-        attention_mask = self._full_mask(
-            attention_mask, position_ids, inputs_embeds, cache, prompt_lengths, block_size
+        attention_mask = full_mask(
+            self.config, attention_mask, position_ids, inputs_embeds, cache, prompt_lengths, block_size
         )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        kwargs["attention_function"] = attention_function_of(self.config, has_options=bool(kwargs))  # for all layers
         for layer in self.get_layers():
             hidden_states = layer(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return D2FModelOutput(last_hidden_state=self.get_final_norm()(hidden_states), cache=cache)
 
-    def _full_mask(
-        self,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.LongTensor,
-        inputs_embeds: torch.Tensor,
-        cache: Cache | None,
-        prompt_lengths: torch.LongTensor | None,
-        block_size: int | None,
-    ) -> torch.Tensor | BlockMask | None:
-        """The `(B, 1, L, S)` mask in the form that the attention implementation takes; `None` if all see all."""
-        batch_size, length = inputs_embeds.shape[:2]
-        if attention_mask is not None and attention_mask.dim() not in (2, 4):
-            raise ValueError(
-                f"`attention_mask` must have shape (B, S) or (B, 1, L, S), got {tuple(attention_mask.shape)}."
-            )
-        if attention_mask is not None and attention_mask.dim() == 4:
-            allowed = attention_mask if attention_mask.is_floating_point() else attention_mask.bool()
-        else:
-            num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
-            slot = torch.arange(num_slots, device=inputs_embeds.device)[None]
-            if cache is not None and cache.is_compileable:  # preallocated: nobody sees what nothing was written to
-                if attention_mask is None:
-                    attention_mask = slot < cache.get_seq_length() + length
-                else:
-                    attention_mask = nn.functional.pad(attention_mask, (0, num_slots - attention_mask.shape[1]))
-            if attention_mask is not None and attention_mask.shape[1] != num_slots:
-                raise ValueError(
-                    f"`attention_mask` must have a column for each token of the cache and the input, {num_slots} in "
-                    f"all, but it has {attention_mask.shape[1]}."
-                )
-            if prompt_lengths is not None:
-                block_size = self.config.block_size if block_size is None else block_size
-                key_positions = slot if attention_mask is None else positions_without_padding(attention_mask)
-                allowed = block_causal_mask(position_ids, prompt_lengths, block_size, key_positions, attention_mask)
-            elif attention_mask is not None:
-                allowed = attention_mask.bool()[:, None, None, :]
-            else:
-                return None
-        if not (isinstance(cache, D2FCache) and cache.is_packed):  # then the mask is of the rows of the window
-            allowed = allowed.expand(batch_size, 1, length, -1)
-        lowest = torch.finfo(inputs_embeds.dtype).min
-        if allowed.dtype != torch.bool:
-            # The lowest number of float32 would be -inf in a narrower type, and a row of -inf gives NaN.
-            return allowed.clamp(min=lowest).to(inputs_embeds.dtype)
-        # A query without any key, such as one of a row that is all padding, gives NaN in some kernels. Nobody reads
-        # what it gives, so it may see everything.
-        allowed = allowed | ~allowed.any(-1, keepdim=True)
-        if self.config._attn_implementation == "flex_attention":
-            return _flex_attention_mask(allowed)
-        if self.config._attn_implementation == "eager":
-            return torch.zeros_like(allowed, dtype=inputs_embeds.dtype).masked_fill(~allowed, lowest)
-        return allowed
+    @capture_outputs
+    def _recorded_forward(self, *args, **kwargs) -> D2FModelOutput:
+        """Gives hidden states or attentions of the layers too."""
+        return self._forward(*args, **kwargs)
+
+
+def _pop_return_dict(config: D2FConfig, kwargs: dict[str, Any]) -> bool:
+    return_dict = kwargs.pop("return_dict", None)
+    return config.return_dict is not False if return_dict is None else return_dict
+
+
+def _pop_old_name_of_cache(cache: Cache | None, kwargs: dict[str, Any]) -> Cache | None:
+    """The cache, which used to be passed as `past_key_values`."""
+    if "past_key_values" not in kwargs:
+        return cache
+    if not torch.compiler.is_compiling():
+        warnings.warn("`past_key_values` is a deprecated name. Use `cache` instead.", FutureWarning, stacklevel=3)
+    old = kwargs.pop("past_key_values")
+    return old if cache is None else cache
 
 
 class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
@@ -355,8 +189,6 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         # Labels stand at the masked positions; whether logits are one position ahead of them is the model's matter.
         self.loss_type = "ForCausalLM" if config.right_shift_logits else "ForMaskedLM"
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -395,6 +227,7 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         Returns:
             [`D2FBlockDiffusionOutput`]
         """
+        return_dict, cache = _pop_return_dict(self.config, kwargs), _pop_old_name_of_cache(cache, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -403,7 +236,7 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             inputs_embeds=inputs_embeds,
             prompt_lengths=prompt_lengths,
             block_size=block_size,
-            use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -420,13 +253,14 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return D2FBlockDiffusionOutput(
+        output = D2FBlockDiffusionOutput(
             loss=loss,
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+        return output if return_dict else output.to_tuple()
 
     def save_pretrained(self, *args, **kwargs):
         # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does

@@ -10,15 +10,9 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
+from .attention_d2f import D2FAttention, D2FRotaryEmbedding
 from .configuration_d2f_dream import D2FDreamConfig
-from .modeling_d2f import (
-    D2FAttention,
-    D2FForBlockDiffusion,
-    D2FModel,
-    D2FPreTrainedModel,
-    D2FRMSNorm,
-    D2FRotaryEmbedding,
-)
+from .modeling_d2f import D2FForBlockDiffusion, D2FModel, D2FPreTrainedModel, D2FRMSNorm
 
 
 class D2FDreamAttention(D2FAttention):

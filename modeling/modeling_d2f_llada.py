@@ -10,22 +10,15 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
+from .attention_d2f import D2FAttention, D2FRotaryEmbedding
 from .configuration_d2f_llada import D2FLLaDAConfig
-from .modeling_d2f import (
-    D2FAttention,
-    D2FForBlockDiffusion,
-    D2FModel,
-    D2FPreTrainedModel,
-    D2FRMSNorm,
-    D2FRotaryEmbedding,
-)
+from .modeling_d2f import D2FForBlockDiffusion, D2FModel, D2FPreTrainedModel, D2FRMSNorm
 
 
 class D2FLLaDAAttention(D2FAttention):
     """Has no parameters: in LLaDA the projections belong to the block."""
 
-    def forward(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.attend(*args, **kwargs)
+    forward = D2FAttention.attend
 
 
 class D2FLLaDABlock(GradientCheckpointingLayer):

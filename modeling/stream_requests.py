@@ -9,7 +9,7 @@ import torch
 from transformers.generation import StoppingCriteriaList
 
 from .acceptance_rules import ACCEPTANCE_RULES
-from .generate_arguments import check_generation_config, check_limits, check_prompts, num_embeddings
+from .generate_arguments import check_generation_config, check_limits, check_prompts, input_device, num_embeddings
 from .generation_config_d2f import D2FGenerationConfig
 from .gradient_mode import keeps_nothing
 from .logits_process_d2f import looks_at_scores_alone, refuse_undeclared
@@ -116,7 +116,7 @@ class RequestPreparer:
             given.pop("max_new_tokens", None)
         seed = given.pop("seed", None)
         if seed is not None:
-            given["generator"] = torch.Generator(device=self.model.device).manual_seed(seed)
+            given["generator"] = torch.Generator(device=input_device(self.model)).manual_seed(seed)
 
         # 3. Preparation.
         input_ids = input_ids[None].long()

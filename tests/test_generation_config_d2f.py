@@ -1,9 +1,11 @@
 """`D2FGenerationConfig`: its values, where they may come from, and what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
+from d2f_hf.modeling.generation_config_d2f import DECODING_MODES, OPTIONS, parameters_of_other_rules
 from transformers import CompileConfig, GenerationConfig
 
 from d2f_hf import D2FGenerationConfig, D2FGenerationOutput, D2FLLaDAForBlockDiffusion
@@ -272,3 +274,41 @@ def test_a_model_with_a_rule_of_its_own_can_decode_in_the_other_modes():
     for decoding in ("vanilla", "fast_dllm"):
         output = model.generate(prompt, max_new_tokens=4, decoding=decoding)
         assert output.equal(tiny_model().generate(prompt, max_new_tokens=4, decoding=decoding))
+
+
+# ---- the declarations ----
+
+
+def test_every_option_is_an_attribute_with_a_docstring():
+    """An option is one declaration and its docstring: nothing else has to know it."""
+    documented = set(re.findall(r"(?m)^        ([a-z_]+(?:, [a-z_]+)*) \(`", D2FGenerationConfig.__doc__))
+    names = {name for names in documented for name in names.split(", ")}
+    assert names - {"guidance_scale"} == set(OPTIONS)
+    own = vars(D2FGenerationConfig()).keys() - vars(GenerationConfig()).keys()
+    assert own == set(OPTIONS)
+    for name, option in OPTIONS.items():
+        assert option.default is None or option.check.is_met_by(option.default), name
+        assert not set(option.not_used_by) - set(DECODING_MODES), name
+        assert len(option.not_used_by) < len(DECODING_MODES), f"nobody uses {name}"
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.not_used_by])
+def test_an_option_is_refused_by_each_decoding_that_does_not_use_it(name):
+    option, values = OPTIONS[name], {**ENTROPY_KNOBS, **FACTOR_KNOBS, **CREDIT_KNOBS, **FAST_DLLM_KNOBS}
+    value = {**values, **VANILLA_KNOBS, **KNOBS, "block_activation_threshold": 0.4}[name]
+    value = 5 if name == "max_active_blocks" else value
+    for decoding, instead in option.not_used_by.items():
+        others = [mode for mode in DECODING_MODES if mode not in option.not_used_by]
+        message = f"`{name}`.*{re.escape(instead)}.*{others[0]}"
+        with pytest.raises(ValueError, match=message):
+            tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, decoding=decoding, **{name: value})
+        if option.default is None:
+            with pytest.raises(ValueError, match=message):
+                D2FGenerationConfig(decoding=decoding, **{name: value})
+
+
+def test_what_measured_below_the_default_is_marked_experimental():
+    usual, experimental = D2FGenerationConfig.__doc__.split("Experimental:")
+    for name in ("acceptance_rule", "num_branches", "remask_threshold", *parameters_of_other_rules("factor")):
+        assert f"        {name}" in experimental or f", {name} (" in experimental
+        assert f"        {name}" not in usual

@@ -732,10 +732,15 @@ def test_two_threads_give_what_they_give_one_after_the_other():
 
 @pytest.mark.parametrize(
     "options",
-    [{"output_trace": True}, *({"decoding": "fast_dllm", "block_cache": name} for name in ("none", "prefix", "dual"))],
+    [
+        {"output_trace": True},
+        *({"decoding": "fast_dllm", "block_cache": name} for name in ("none", "prefix", "dual")),
+        {"decoding": "vanilla"},
+        {"decoding": "vanilla", "guidance_scale": 1.5},
+    ],
     ids=str,
 )
-def test_a_process_that_has_finished_keeps_its_peers_company(options, monkeypatch):
+def test_a_process_that_has_finished_takes_part_in_the_forwards_of_the_others(options, monkeypatch):
     """Under ZeRO-3 every process must call forward until all have finished; what is decoded stays the same."""
     model, prompt = random_model(), torch.tensor([[1, 2, 3]])
     options = {"max_new_tokens": 6, "return_dict_in_generate": True, **options}
@@ -750,7 +755,8 @@ def test_a_process_that_has_finished_keeps_its_peers_company(options, monkeypatc
     handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     output = model.generate(prompt, synced_gpus=True, **options)
     handle.remove()
-    assert len(calls) == alone.num_forward_passes.item() + 3
+    per_step = 2 if "guidance_scale" in options else 1
+    assert len(calls) == per_step * (alone.num_forward_passes.item() + 3)
     assert output.sequences.equal(alone.sequences) and output.trace == alone.trace
     assert output.num_forward_passes.equal(alone.num_forward_passes)
 

@@ -5,20 +5,26 @@ The checkpoints are those of `golden/`, which have the keys and names of the ori
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from peft import PeftModel
+from packaging.version import Version
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import logging
 
-from d2f_hf import D2FDreamForBlockDiffusion, D2FLLaDAForBlockDiffusion, load_d2f_model
+from d2f_hf import D2FDreamForBlockDiffusion, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, load_d2f_model
 from golden_data import GOLDEN
+from tiny_models import MASK, tiny_model
 
 FAMILIES = {"llada": D2FLLaDAForBlockDiffusion, "dream": D2FDreamForBlockDiffusion}
 HEAD = {"llada": "model.transformer.ff_out.weight", "dream": "lm_head.weight"}
@@ -594,3 +600,368 @@ def test_the_siblings_of_llada_and_dream_load_with_their_own_keys(name, tmp_path
     model = load_d2f_model(base)
     assert logits(model).equal(logits(load_d2f_model(GOLDEN / f"{family}_tiny")))
     model.generate(ids()[:, :3], max_new_tokens=2)
+
+
+# ---- adapters of all kinds ----
+
+# What may be the target, by family: an attention projection, the head (its full name), the embedding.
+PARTS = {
+    "llada": ("q_proj", "model.transformer.ff_out", "wte"),
+    "dream": ("q_proj", "lm_head", "embed_tokens"),
+}
+LORA_KINDS = {
+    "head": lambda q, head, wte: {"target_modules": [q, head]},
+    "embedding": lambda q, head, wte: {"target_modules": [q, wte]},
+    "both": lambda q, head, wte: {"target_modules": [wte, head]},
+    "both, tied": lambda q, head, wte: {"target_modules": [wte, head], "ensure_weight_tying": True},
+    "saved head": lambda q, head, wte: {"target_modules": [q], "modules_to_save": [head]},
+    "saved embedding": lambda q, head, wte: {"target_modules": [q], "modules_to_save": [wte]},
+    "saved both, tied": lambda q, head, wte: {
+        "target_modules": [q],
+        "modules_to_save": [wte, head],
+        "ensure_weight_tying": True,
+    },
+    "tokens": lambda q, head, wte: {"target_modules": [q], "trainable_token_indices": [1, 2, MASK]},
+    "tokens of the head": lambda q, head, wte: {"target_modules": [q], "trainable_token_indices": {head: [1, MASK]}},
+    "all linear": lambda q, head, wte: {"target_modules": "all-linear"},
+    "pattern": lambda q, head, wte: {"target_modules": r".*(q_proj|ff_out|lm_head)$"},
+    "one excluded": lambda q, head, wte: {
+        "target_modules": [q, head.split(".")[-1]],
+        "exclude_modules": r"model\.transformer\.ff_out|o_proj",
+    },
+    "one layer": lambda q, head, wte: {"target_modules": [q], "layers_to_transform": [1]},
+    "ranks": lambda q, head, wte: {"target_modules": [q, "up_proj"], "rank_pattern": {q: 3}, "alpha_pattern": {q: 5}},
+    "rslora": lambda q, head, wte: {"target_modules": [q], "use_rslora": True, "r": 4},
+    "dora": lambda q, head, wte: {"target_modules": [q, head], "use_dora": True},
+    "dora on the embedding": lambda q, head, wte: {"target_modules": [q, wte], "use_dora": True},
+    "bias of LoRA layers": lambda q, head, wte: {"target_modules": [q], "bias": "lora_only"},
+    "all biases": lambda q, head, wte: {"target_modules": [q], "bias": "all"},
+    "pissa": lambda q, head, wte: {"target_modules": [q], "init_lora_weights": "pissa"},
+    "olora": lambda q, head, wte: {"target_modules": [q], "init_lora_weights": "olora"},
+}
+
+
+def trained_adapter(folder: Path, family: str, tied: bool = False, **config) -> tuple[Path, Path, torch.Tensor]:
+    """A base, an adapter whose every weight was trained, and the logits of the two together."""
+    model = tiny_model(family=family, tie_word_embeddings=tied)
+    model.save_pretrained(folder / "base")
+    model = get_peft_model(model, LoraConfig(**{"r": 2, **config})).eval()
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += torch.randn(weight.shape, generator=generator) * 0.2
+    model.save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter", tiny_logits(model)
+
+
+@torch.no_grad()
+def tiny_logits(model) -> torch.Tensor:
+    return model(input_ids=torch.arange(12)[None]).logits
+
+
+@both_families
+@tied_and_untied
+@pytest.mark.parametrize("kind", LORA_KINDS)
+def test_every_kind_of_lora_gives_what_was_trained(kind, family, tied, tmp_path):
+    """Unmerged, merged, merged by the user, and each saved and loaded again.
+
+    A LoRA adapter on a head that is tied to the embedding was once merged into both, silently. In LLaDA, `ff_out` is
+    the projection of each MLP and the head, so "all projections" is such an adapter.
+    """
+    if kind == "bias of LoRA layers" and family == "dream" and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("peft before 0.21 does not save these biases; see the test about what it left out")
+    base, adapter, expected = trained_adapter(tmp_path, family, tied, **LORA_KINDS[kind](*PARTS[family]))
+    assert (tiny_logits(load_d2f_model(base)) - expected).abs().max() > 1.0, "an adapter that does something"
+    unmerged = load_d2f_model(base, adapter, merge=False)
+    torch.testing.assert_close(tiny_logits(unmerged), expected, atol=1e-4, rtol=1e-4)
+    unmerged.save_pretrained(tmp_path / "unmerged")
+    again = load_d2f_model(base, tmp_path / "unmerged", merge=False)
+    torch.testing.assert_close(tiny_logits(again), expected, atol=1e-4, rtol=1e-4)
+    for name, merged in (("merged", load_d2f_model(base, adapter)), ("later", unmerged.merge_and_unload())):
+        torch.testing.assert_close(tiny_logits(merged), expected, atol=1e-4, rtol=1e-4)
+        merged.save_pretrained(tmp_path / name)
+        for again in (load_d2f_model(tmp_path / name), AutoModelForCausalLM.from_pretrained(tmp_path / name)):
+            assert tiny_logits(again).equal(tiny_logits(merged)), name
+
+
+@both_families
+def test_a_head_is_untied_only_where_the_adapter_is_on_it_or_on_the_embedding(family, tmp_path):
+    q, head, _ = PARTS[family]
+    for target, stays_tied in ((q, True), (head, False)):
+        base, adapter, _ = trained_adapter(tmp_path / target, family, tied=True, target_modules=[target])
+        for merge in (True, False):
+            model = load_d2f_model(base, adapter, merge=merge)
+            assert model.config.tie_word_embeddings is stays_tied
+            embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+            assert (embedding is output) is stays_tied
+
+
+@both_families
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"alora_invocation_tokens": [1, 2]}, ("`alora_invocation_tokens`", "not supported")),
+        ({"layer_replication": [[0, 1], [0, 2]]}, ("`layer_replication`", "more layers")),
+        ({"megatron_config": {"x": 1}}, ("`megatron_config`",)),
+        ({"init_lora_weights": "pissa_niter_4"}, ("`init_lora_weights`", "path_initial_model_for_weight_conversion")),
+        ({"init_lora_weights": "corda"}, ("`init_lora_weights`", "cannot be repeated")),
+        *(
+            ({"peft_type": kind}, ("`peft_type`", "'LORA'", kind, "virtual tokens"))
+            for kind in ("PREFIX_TUNING", "P_TUNING", "IA3", "LOHA", "LOKR", "OFT", "VERA", "ADALORA", "XLORA", None)
+        ),
+    ],
+    ids=str,
+)
+def test_adapters_that_are_more_or_other_than_added_weights_are_refused(family, config, words, tmp_path, no_weights):
+    adapter = adapter_copy(tmp_path / "adapter", family, **config)
+    assert_refused(GOLDEN / f"{family}_tiny", adapter, "adapter_config.json", *map(str, words))
+
+
+def test_trained_biases_that_peft_left_out_are_refused(tmp_path):
+    """peft 0.20 saved an adapter with `bias="lora_only"` without the biases, and loaded it without complaint."""
+    base, adapter, _ = trained_adapter(tmp_path, "dream", target_modules=["q_proj"], bias="lora_only")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    without_biases = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
+    save(adapter, without_biases, "adapter_model.safetensors")
+    for merge in (True, False):
+        assert_refused(base, adapter, str(adapter), "bias", merge=merge)
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_early_and_loads_unmerged(tmp_path, monkeypatch):
+    """A LoRA with a bias on a layer without one, which peft found out after minutes of loading."""
+    base, adapter, expected = trained_adapter(tmp_path, "llada", target_modules=["q_proj"], lora_bias=True)
+    torch.testing.assert_close(tiny_logits(load_d2f_model(base, adapter, merge=False)), expected, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    assert_refused(base, adapter, "`merge` must be False", "lora_bias")
+
+
+# ---- what training leaves beside an adapter ----
+
+
+@both_families
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_block_size_and_special_tokens_come_with_the_adapter(family, file, tmp_path):
+    adapter = adapter_copy(tmp_path / "adapter", family)
+    settings = {"block_size": 8, "eos_token_id": [151, 152], "pad_token_id": 149}
+    (adapter / file).write_text(json.dumps({"model_type": f"d2f_{family}", **settings}))
+    base = checkpoint(tmp_path / "base", family)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    for merge in (True, False):
+        model = load_d2f_model(base, adapter, merge=merge)
+        assert model.config.block_size == 8
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == [151, 152]
+        assert model.config.pad_token_id == model.generation_config.pad_token_id == 149
+    named = load_d2f_model(base, adapter, block_size=4, eos_token_id=150)
+    assert (named.config.block_size, named.generation_config.eos_token_id) == (4, 150), "what the caller says wins"
+    assert load_d2f_model(base, GOLDEN / f"{family}_adapter").config.block_size == 32, "released adapters say nothing"
+
+
+@both_families
+def test_a_mask_token_that_is_not_the_one_of_the_training_is_refused(family, tmp_path, no_weights):
+    adapter = adapter_copy(tmp_path / "adapter", family)
+    (adapter / "config.json").write_text(json.dumps({"mask_token_id": 3}))
+    assert_refused(GOLDEN / f"{family}_tiny", adapter, "`mask_token_id`", " 3,", "config.json", "Pass the `base`")
+    with pytest.raises(AssertionError, match="weights were loaded"):  # as far as it goes here
+        load_d2f_model(GOLDEN / f"{family}_tiny", adapter, mask_token_id=3)
+
+
+# ---- transformers' own ways with adapters ----
+
+needs_peft_that_fits = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers asks for peft >= {MIN_PEFT_VERSION}, and {peft.__version__} is installed",
+)
+
+
+@needs_peft_that_fits
+@both_families
+def test_add_adapter_load_adapter_and_save_pretrained_work(family, tmp_path):
+    """transformers 5.24 asked for a newer peft than there was, so these failed with the pinned versions."""
+    base, adapter, expected = trained_adapter(tmp_path, family, target_modules=["q_proj"])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "added")
+    assert (tmp_path / "added" / "adapter_model.safetensors").is_file()
+    assert type(load_d2f_model(base, tmp_path / "added")) is type(model)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.load_adapter(str(adapter))
+    torch.testing.assert_close(tiny_logits(model), expected, atol=1e-4, rtol=1e-4)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    model = AutoModelForCausalLM.from_pretrained(adapter)
+    torch.testing.assert_close(tiny_logits(model), expected, atol=1e-4, rtol=1e-4)
+    model.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(tiny_logits(load_d2f_model(base, tmp_path / "again")), expected, atol=1e-4, rtol=1e-4)
+    assert model.generate(torch.arange(9)[None], max_new_tokens=4).shape == (1, 13)
+
+
+# ---- options and paths ----
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_safetensors": False}, ("`use_safetensors`", "Convert")),
+        ({"from_tf": True}, ("`from_tf`", "safetensors")),
+        ({"gguf_file": "model.gguf"}, ("`gguf_file`", "safetensors")),
+        ({"state_dict": {"weight": 1}}, ("`state_dict`", "load_state_dict")),
+        ({"ignore_mismatched_sizes": True}, ("`ignore_mismatched_sizes`", "Leave it out")),
+        ({"output_loading_info": True}, ("`output_loading_info`", "Leave it out")),
+        ({"key_mapping": {"a": "b"}}, ("`key_mapping`", "Rename")),
+        ({"adapter_kwargs": {"token": "x"}}, ("`adapter_kwargs`", "`adapter`")),
+        ({"config": D2FLLaDAConfig}, ("`config`", "by their names")),
+        ({"use_auth_token": "x"}, ("`use_auth_token`", "`token`")),
+        ({"return_dict": False}, ("`return_dict`", "Leave it out")),
+        ({"generation_config": {"max_new_tokens": 3}}, ("`generation_config`", "dict", "D2FGenerationConfig")),
+        ({"blok_size": 8}, ("`blok_size`", "D2FLLaDAConfig", "Correct the name")),
+        ({"variant": "fp16"}, ("`variant`", "model.fp16.safetensors", "model.safetensors.index.fp16.json")),
+        ({"attn_implementation": "flash_attention_2"}, ("an option", "Flash Attention")),
+        *(({"dtype": dtype}, ("`dtype`", repr(dtype))) for dtype in ("fp16", "int8", torch.int32, "nn", "", 3, {})),
+        ({"torch_dtype": "fp16"}, ("`torch_dtype`", "'fp16'")),
+        ({"torch_dtype": "float16", "dtype": "bfloat16"}, ("`torch_dtype`", "`dtype`", "one of them")),
+        ({"block_size": "4"}, ("an option", "block_size")),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_heeded_are_refused_by_name(options, words, no_weights):
+    """`load_d2f_model(torch_dtype="auto")` once said that `dtype` must be 'auto', got 'auto'."""
+    assert_refused(GOLDEN / "llada_tiny", None, *words, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {name: value}
+            for name in ("dtype", "torch_dtype")
+            for value in ("bfloat16", "torch.bfloat16", torch.bfloat16)
+        ),
+        {"dtype": "bfloat16", "torch_dtype": torch.bfloat16},
+        {"dtype": "auto", "torch_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "low_cpu_mem_usage": True, "weights_only": True, "trust_remote_code": True},
+        {"dtype": "bfloat16", "use_safetensors": True, "offload_folder": "elsewhere", "max_memory": {"cpu": "1GB"}},
+        {"dtype": "bfloat16", "state_dict": None, "ignore_mismatched_sizes": False, "generation_config": None},
+        {"dtype": "bfloat16", "device_map": torch.device("cpu"), "subfolder": "", "token": None, "variant": None},
+    ],
+    ids=str,
+)
+def test_options_of_from_pretrained_are_heeded(options):
+    expected = logits(FAMILIES["llada"].from_pretrained(GOLDEN / "llada_tiny", dtype=torch.bfloat16))
+    for adapter in (None, GOLDEN / "llada_adapter"):
+        model = load_d2f_model(GOLDEN / "llada_tiny", adapter, **options)
+        assert model.dtype == torch.bfloat16
+        assert adapter is not None or logits(model).equal(expected)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "sharded"])
+def test_a_variant_is_another_set_of_weights_in_the_same_folder(is_sharded, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2.0)
+    size = "20KB" if is_sharded else "1GB"
+    model.save_pretrained(tmp_path / "base", variant="fp16", max_shard_size=size)
+    assert (tmp_path / "base" / "model.safetensors.index.fp16.json").is_file() is is_sharded
+    loaded = load_d2f_model(tmp_path / "base", variant="fp16")
+    assert tiny_logits(loaded).equal(
+        tiny_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base", variant="fp16"))
+    )
+    assert not tiny_logits(loaded).equal(tiny_logits(load_d2f_model(tmp_path / "base")))
+
+
+def test_paths_of_every_form_are_taken(tmp_path, monkeypatch):
+    base = checkpoint(tmp_path / "base", "llada")
+    adapter = adapter_copy(tmp_path / "adapter", "llada")
+    expected = logits(load_d2f_model(base, adapter))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for form in ("{}/", "~/{}", "{}", "./{}/"):
+        first, second = (form.format(path if form == "{}/" else path.name) for path in (base, adapter))
+        assert logits(load_d2f_model(first, second)).equal(expected), form
+
+
+@pytest.mark.parametrize("path", [None, 3, b"base", ""], ids=repr)
+def test_what_is_no_path_is_refused(path, no_weights):
+    assert_refused(path, None, "`base`", repr(path))
+    if path is not None:
+        assert_refused(GOLDEN / "llada_tiny", path, "`adapter`", repr(path))
+
+
+def test_a_file_in_place_of_its_folder_is_refused(no_weights):
+    base, adapter = GOLDEN / "llada_tiny", GOLDEN / "llada_adapter"
+    assert_refused(base / "model.safetensors", None, "`base`", "is a file", f"its folder, {base}")
+    assert_refused(base, adapter / "adapter_config.json", "`adapter`", "is a file", f"its folder, {adapter}")
+
+
+@pytest.mark.parametrize("as_context", [False, True], ids=["set_default_device", "with torch.device"])
+def test_a_default_device_does_what_it_does_to_from_pretrained(as_context):
+    base, adapter = GOLDEN / "llada_tiny", GOLDEN / "llada_adapter"
+    expected = logits(load_d2f_model(base, adapter))
+
+    @contextmanager
+    def default(device):
+        torch.set_default_device(device)
+        yield
+        torch.set_default_device(None)
+
+    make = torch.device if as_context else default
+    with make("cpu"):
+        assert logits(load_d2f_model(base, adapter)).equal(expected)
+    with make("meta"):
+        with pytest.raises(RuntimeError) as ours:
+            load_d2f_model(base, adapter)
+        with pytest.raises(RuntimeError) as theirs:
+            FAMILIES["llada"].from_pretrained(base)
+    assert str(ours.value) == str(theirs.value)
+
+
+# ---- there and back ----
+
+
+@both_families
+@tied_and_untied
+def test_what_one_loader_saves_the_other_loads(family, tied, tmp_path):
+    model = load_d2f_model(checkpoint(tmp_path / "original", family, tied), block_size=4)
+    expected, tokens = logits(model), model.generate(ids(), max_new_tokens=6)
+    for i in range(2):
+        model.save_pretrained(tmp_path / f"ours{i}")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"ours{i}", trust_remote_code=True)
+        assert logits(model).equal(expected)
+        model.save_pretrained(tmp_path / f"auto{i}")
+        model = load_d2f_model(tmp_path / f"auto{i}")
+        assert logits(model).equal(expected) and model.generate(ids(), max_new_tokens=6).equal(tokens)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.0, "top_p": 0.9, "top_k": 0},
+        {"typical_p": 0.9},
+        {"max_length": 20},
+        {"transformers_version": "4.30.0", "unknown": 3},
+        {"num_assistant_tokens": 5, "suppress_tokens": [1, 2]},
+    ],
+    ids=str,
+)
+def test_generation_configs_of_other_models_and_versions_load_and_save(values, tmp_path):
+    """With a temperature but no `do_sample`, a model of `load_d2f_model` could not be saved again.
+
+    transformers before 5.18 saves no such model, whatever loaded it.
+    """
+    tiny_model().save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    ours, theirs = load_d2f_model(tmp_path / "base"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for model in (ours, theirs):
+        assert model.generate(torch.arange(9)[None], max_new_tokens=4).shape == (1, 13)
+    try:
+        theirs.save_pretrained(tmp_path / "theirs")
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error)[:40])):
+            ours.save_pretrained(tmp_path / "ours")
+    else:
+        ours.save_pretrained(tmp_path / "ours")
+        saved = [json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("ours", "theirs")]
+        assert saved[0] == saved[1]
+        assert load_d2f_model(tmp_path / "ours").generation_config == ours.generation_config

@@ -7,15 +7,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
+import d2f_hf
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -220,6 +220,29 @@ def lower_bounds() -> dict[str, str]:
         assert match, requirement
         bounds[match[1]] = match[2]
     return bounds
+
+
+def test_the_pinned_peft_is_enough_for_the_pinned_transformers():
+    """transformers 5.24.0 asked for a peft that there was not, so `model.add_adapter` failed with the pins."""
+    for file in ("constraints.txt", "constraints-floor.txt"):
+        pinned = pinned_versions(file)
+        if pinned["transformers"] == transformers.__version__:  # only the one that is installed says what it needs
+            assert as_numbers(pinned["peft"]) >= as_numbers(MIN_PEFT_VERSION), file
+
+
+def test_the_version_is_that_of_the_package(wheel, sdist):
+    assert PYPROJECT["project"]["dynamic"] == ["version"] and "version" not in PYPROJECT["project"]
+    assert wheel.name.startswith(f"d2f_hf-{d2f_hf.__version__}-")
+    assert sdist.name == f"d2f_hf-{d2f_hf.__version__}.tar.gz"
+
+
+def test_the_oldest_python_that_is_claimed_is_the_one_of_ci():
+    """Python 3.10 was claimed and never run."""
+    oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=")
+    assert f"oldest=python{oldest}\n" in (ROOT / ".ci" / "run").read_text()
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert PYPROJECT["tool"]["pyright"]["pythonVersion"] == oldest
+    assert f"Python {oldest} or newer" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def as_numbers(version: str) -> list[int]:

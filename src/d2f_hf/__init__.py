@@ -1,4 +1,8 @@
-"""Discrete diffusion forcing (D2F) for Hugging Face transformers."""
+"""Discrete diffusion forcing (D2F) for Hugging Face transformers.
+
+Public is what `__all__` names here and in [`d2f_hf.modeling`], and the options of `generate`, which are the fields of
+[`D2FGenerationConfig`]. Everything else may change with any release.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from d2f_hf.trainer import D2FTrainer
     from d2f_hf.training_args import D2FTrainingArguments
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # a literal, because the build reads it without importing anything
 
 for _config, _model in (
     (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion),

@@ -7,6 +7,8 @@ is checked before a weight is loaded, because transformers and peft only warn ab
 import copy
 import functools
 import json
+import os
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -39,8 +41,44 @@ _MODELS = {
     "d2f_dream": (D2FDreamConfig, D2FDreamForBlockDiffusion),
 }
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What decoding needs to know about the training of an adapter. Training saves it beside the adapter.
+_DECODING_SETTINGS = ("block_size", "mask_token_id", *_SPECIAL_TOKENS)
+
+# Options of `from_pretrained`: those about files, those that go on to it, and those that change nothing here.
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
+_MODEL_OPTIONS = (
+    *("device_mesh", "distributed_config", "tp_plan", "tp_size"),
+    *("disable_mmap", "max_memory", "offload_buffers", "offload_folder", "quantization_config", "tqdm_class"),
+    *("allow_all_kernels", "fusion_config", "kernel_config", "use_kernels"),
+    *("generation_config", "variant"),
+)
+_WITHOUT_EFFECT = ("code_revision", "low_cpu_mem_usage", "offload_state_dict", "trust_remote_code", "weights_only")
+_ONLY_SAFETENSORS = "only safetensors files are read. Convert the weights once, and leave it out"
+_REFUSED_OPTIONS = {
+    "adapter_kwargs": "pass the folder or Hub id of an adapter as `adapter`",
+    "adapter_name": "the adapter of `merge=False` is named 'default'. Load others with `model.load_adapter`",
+    "config": "the configuration is read from `base`. Pass the fields that you want to change by their names",
+    "from_flax": _ONLY_SAFETENSORS,
+    "from_tf": _ONLY_SAFETENSORS,
+    "gguf_file": _ONLY_SAFETENSORS,
+    "ignore_mismatched_sizes": "every weight must fit, and what does not is an error. Leave it out",
+    "key_mapping": "weights must have the original names. Rename them once, in a copy of the files",
+    "output_loading_info": "every weight must fit, so there is nothing to inform about. Leave it out",
+    "return_unused_kwargs": "an option that is not used is an error. Leave it out",
+    "state_dict": "the weights are read from `base`. Call `load_state_dict` on the model",
+    "use_auth_token": "it is called `token` now",
+}
+# Initial values of LoRA for which peft changes the base, by data, by chance or by packages that may not be there.
+_UNREPEATABLE_INITS = ("corda", "loftq", "lora_ga", "pissa_niter")
+# Kinds of LoRA that do more than add to the weights of layers, by the field of adapter_config.json that asks for them.
+_REFUSED_LORA = {
+    "alora_invocation_tokens": "it is active from certain tokens on, which decoding does not look for",
+    "arrow_config": "it chooses among other adapters",
+    "layer_replication": "it gives the model more layers",
+    "megatron_config": "it is for the layers of Megatron",
+    "monteclora_config": "it draws its weights at random",
+}
 
 
 def load_d2f_model(
@@ -65,47 +103,61 @@ def load_d2f_model(
     3. The weights of the base.
     4. The adapter, on top or merged.
 
-    Two things are not in the files. The block size that an adapter was trained with: pass `block_size` if it is not
-    32. And the token that ends an answer, where it is not the one that ends a text: for LLaDA-Instruct pass
-    as `eos_token_id` the ids of both, its EOS and `<|eot_id|>`.
+    Two things may not be in the files. The block size that an adapter was trained with: adapters of [`D2FTrainer`]
+    bring it along, for others pass `block_size` if it is not 32. And the token that ends an answer, where it is not
+    the one that ends a text: for LLaDA-Instruct pass as `eos_token_id` the ids of both, its EOS and `<|eot_id|>`.
 
     Args:
         base (`str` or `os.PathLike`): Folder or Hub id of a LLaDA, LLaDA-1.5, Dream, Dream-Coder or DiffuCoder, or of
             a D2F model (not of an adapter). Its weights must be safetensors files.
         adapter (`str` or `os.PathLike`, *optional*): Folder or Hub id of a LoRA adapter. Its
-            `base_model_name_or_path` is ignored: it often names a folder of its authors' machine. Needs peft.
+            `base_model_name_or_path` is ignored: it often names a folder of its authors' machine. Block size and
+            special tokens are taken from its config.json or generation_config.json, if it has one. Needs peft.
         merge (`bool`): Add the adapter to the weights, in float32 and then rounded to `dtype`, which gives a plain
-            model. `False` gives a `PeftModel`, whose adapter stays in float32.
+            model. `False` gives a `PeftModel`, whose adapter stays in float32. Where the head is tied to the
+            embedding and the adapter is on either of them, both get weights of their own.
         dtype (`str` or `torch.dtype`): Of the model that is returned; `"auto"`: what the configuration says.
+            `torch_dtype` is another name for it.
         device_map (`str`, `dict` or `torch.device`, *optional*): As in `from_pretrained`. With an adapter nothing can
             be offloaded to disk: merge and save first.
         revision (`str`): Branch, tag or commit of `base` on the Hub.
         kwargs: As in `from_pretrained`: fields of the configuration, such as `block_size`, `mask_token_id` or
             `eos_token_id`, which are saved with the model; and its options, such as `attn_implementation`,
-            `quantization_config`, `cache_dir` or `token`. Those for the Hub are used for the adapter too, except
-            `revision` and `subfolder`.
+            `quantization_config`, `variant`, `cache_dir` or `token`. Those for the Hub are used for the adapter too,
+            except `revision` and `subfolder`.
 
     Returns:
         The model in evaluation mode: [`D2FLLaDAForBlockDiffusion`] or [`D2FDreamForBlockDiffusion`], or with
         `merge=False` a `PeftModel` of it.
 
     Raises:
-        ValueError: before any weight is loaded, if `base` is another architecture, names no mask token, or lacks
-            weights or has others; or if `adapter` does not belong to it.
+        ValueError: before any weight is loaded, for an option that is not known or cannot be heeded; if `base` is
+            another architecture, names no mask token, or lacks weights or has others; or if `adapter` does not belong
+            to it.
         ImportError: for an adapter without peft.
         OSError: for a folder or Hub id that does not exist, or cannot be reached.
     """
+    base = _checked_path("base", base)
+    adapter = None if adapter is None else _checked_path("adapter", adapter)
     if adapter is not None and isinstance(device_map, dict) and "disk" in device_map.values():
         raise ValueError(
             "`device_map` must leave nothing on the disk with an `adapter`: peft would write into the checkpoint. "
             "Load and merge with device_map='cpu', save the model, and load that one."
         )
-    hub = {"revision": revision, **{name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}}
+    dtype, torch_dtype = _checked_dtype("dtype", dtype), _checked_dtype("torch_dtype", kwargs.pop("torch_dtype", None))
+    if None not in (dtype, torch_dtype) and dtype != torch_dtype:
+        raise ValueError(f"`torch_dtype` ({torch_dtype}) is another name for `dtype` ({dtype}). Give one of them.")
+    dtype = dtype or torch_dtype
+    options = _checked_options(kwargs)
+    hub = {"revision": revision, **{name: options.pop(name) for name in _HUB_OPTIONS if name in options}}
+    adapter_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
 
     # 1. The configurations.
-    config, model_class, is_original, model_options = _read_config(base, hub, kwargs)
-    if "generation_config" not in model_options:
-        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, kwargs)
+    trained_with = {} if adapter is None else _settings_beside_adapter(adapter, adapter_hub)
+    config, model_class, is_original, model_options = _read_config(base, hub, options, trained_with)
+    if model_options.get("generation_config") is None:
+        replaced = {*options, *trained_with}
+        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
     if adapter is not None and merge and quantization_config is not None:
         raise ValueError(
@@ -117,25 +169,27 @@ def load_d2f_model(
     try:
         with torch.device("meta"):
             empty_model = model_class(config)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{base}/config.json must describe a {model_class.__name__}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, ImportError) as error:
+        raise ValueError(
+            f"{base}/config.json, or an option that replaces a value in it, must describe a {model_class.__name__}: "
+            f"{error}"
+        ) from error
     parameters = dict(empty_model.state_dict())  # before the adapter's are among them
-    lora_folder, lora_config = (None, None) if adapter is None else _checked_adapter(empty_model, adapter, hub)
+    tied = dict(empty_model.all_tied_weights_keys)
+    lora_folder, lora_config, must_untie = None, None, False
+    if adapter is not None:
+        lora_folder, lora_config, must_untie = _checked_adapter(empty_model, adapter, adapter_hub, merge)
     weights = _checked_headers(
-        _weight_files(base, hub),
+        _weight_files(base, hub, model_options.get("variant")),
         parameters,
-        empty_model.all_tied_weights_keys,
+        tied,
         way_out=f"`base` must be a whole {model_class.__name__}, and its config.json the one of these weights.",
     )
 
     # 3. The base. For merging no narrower than it is stored, so that the sum is rounded once.
     stored_dtype = functools.reduce(torch.promote_types, [weight.dtype for weight in weights.values()])
-    if dtype is None or dtype == "auto":
+    if dtype is None:
         dtype = config.dtype or stored_dtype
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"`dtype` must be 'auto', or a torch.dtype or its name such as 'bfloat16', got {dtype!r}.")
     is_merged = lora_config is not None and merge
     hub["force_download"] = False  # the files have come by now
     model = model_class.from_pretrained(
@@ -146,6 +200,8 @@ def load_d2f_model(
         **hub,
         **model_options,
     )
+    # As in `from_pretrained`: what is as it was read can be saved, and is only warned about.
+    model.generation_config._original_object_hash = hash(model.generation_config)
     if lora_config is None:
         return model
 
@@ -158,8 +214,18 @@ def load_d2f_model(
     # 4. The adapter. peft keeps it in float32, and adds it to a narrower weight in float32.
     from peft import PeftModel
 
+    if must_untie:
+        if model.get_output_embeddings().weight.is_meta:
+            raise ValueError(
+                f"`device_map` ({device_map!r}) must leave the head on a device, because the adapter is on the head "
+                "or the embedding, and the two are tied. Load and merge with device_map='cpu', save the model, and "
+                "load that one."
+            )
+        _untie(model)
     lora_config.base_model_name_or_path, lora_config.revision = str(base), revision
     adapted = PeftModel.from_pretrained(model, lora_folder, config=lora_config)
+    if must_untie:  # only now, because peft ties its own weights where the configuration says so
+        _say_untied(model)
     if not merge:
         return adapted
     model = adapted.merge_and_unload()
@@ -169,10 +235,68 @@ def load_d2f_model(
     return model
 
 
+def _checked_path(name: str, path: str | PathLike) -> str:
+    """A folder or Hub id, in which `~` is the user's home."""
+    if not isinstance(path, (str, PathLike)) or not str(path):
+        raise ValueError(f"`{name}` must be a folder or a Hub id, but it is {path!r}.")
+    expanded = os.path.expanduser(os.fspath(path))
+    if os.path.isfile(expanded):
+        folder = os.path.dirname(os.path.abspath(expanded))
+        raise ValueError(f"`{name}` must be a folder or a Hub id, but {path} is a file. Pass its folder, {folder}.")
+    return expanded
+
+
+def _checked_dtype(name: str, dtype: Any) -> torch.dtype | None:
+    """The torch.dtype that an option asks for; `None`: what the checkpoint says."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ValueError(
+            f"`{name}` must be 'auto', or a floating torch.dtype of 16 bits or more, or its name such as 'bfloat16', "
+            f"got {dtype!r}. Fewer bits are a matter of `quantization_config`."
+        )
+    return found
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without those that change nothing, if there is none that cannot be heeded."""
+    if options.get("use_safetensors") not in (None, True):
+        raise ValueError(
+            f"`use_safetensors` must be True, but it is {options['use_safetensors']!r}: {_ONLY_SAFETENSORS}."
+        )
+    if options.get("return_dict") not in (None, True):
+        raise ValueError("`return_dict` must be True, but it is False: decoding needs the names. Leave it out.")
+    generation_config = options.get("generation_config")
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise ValueError(
+            f"`generation_config` must be a GenerationConfig, but it is a {type(generation_config).__name__}. Pass "
+            "`D2FGenerationConfig(...)`."
+        )
+    for name, way_out in _REFUSED_OPTIONS.items():
+        if options.get(name):
+            raise ValueError(f"`{name}` is not supported by `load_d2f_model`: {way_out}.")
+    dropped = ("use_safetensors", *_WITHOUT_EFFECT, *_REFUSED_OPTIONS)
+    return {name: value for name, value in options.items() if name not in dropped}
+
+
+def _settings_beside_adapter(adapter: str, hub: dict[str, Any]) -> dict[str, Any]:
+    """What config.json and generation_config.json in an adapter's folder say about decoding, if they are there."""
+    settings = {}
+    for name in ("generation_config.json", "config.json"):
+        file = _find(adapter, name, hub)
+        values = _read_json(file) if file is not None else {}
+        settings |= {name: values[name] for name in _DECODING_SETTINGS if values.get(name) is not None}
+    return settings
+
+
 def _read_config(
-    base: str | PathLike, hub: dict[str, Any], options: dict[str, Any]
+    base: str, hub: dict[str, Any], options: dict[str, Any], trained_with: dict[str, Any]
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel], bool, dict[str, Any]]:
-    """Configuration, model class, whether the checkpoint is an original one, and the options for `from_pretrained`."""
+    """Configuration, model class, whether the checkpoint is an original one, and the options for `from_pretrained`.
+
+    `options` replace what an adapter was `trained_with`, which replaces what the checkpoint says.
+    """
     if _find(base, "adapter_config.json", hub) is not None:  # from_pretrained would apply it unasked
         raise ValueError(
             f"`base` must be a model alone, but {base} holds an adapter_config.json. Pass that folder or Hub id as "
@@ -192,11 +316,25 @@ def _read_config(
     config_class, model_class = _MODELS[model_type]
     for name in ("model_type", "architectures", "auto_map"):  # about the code that the checkpoint came with
         values.pop(name, None)
+    masks = values.get("mask_token_id"), trained_with.get("mask_token_id")
+    if "mask_token_id" not in options and None not in masks and masks[0] != masks[1]:
+        raise ValueError(
+            f"`mask_token_id` must be the one that the adapter was trained with, {masks[1]}, but in {file} it is "
+            f"{masks[0]}. Pass the `base` that the adapter was trained on, or `mask_token_id`."
+        )
+    # What `from_dict` knows no name for is an option of `from_pretrained`, or a mistake.
+    replaced = {**{name: value for name, value in trained_with.items() if name not in options}, **options}
     try:
-        config, model_options = config_class.from_dict(values, return_unused_kwargs=True, **options)
+        config, model_options = config_class.from_dict(values, return_unused_kwargs=True, **replaced)
         config.validate()  # the options too
     except (ValueError, TypeError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{file} or an option that replaces a value in it: {error}") from error
+    unknown = [name for name in model_options if name not in _MODEL_OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"`{unknown[0]}` must be a field of {config_class.__name__} or an option of `from_pretrained`, but it is "
+            "neither. Correct the name or leave it out."
+        )
     if config.mask_token_id is None:
         raise ValueError(
             f"`mask_token_id` in {file} must be the id of the mask token, which stands for what is not decoded yet, "
@@ -207,7 +345,7 @@ def _read_config(
 
 
 def _read_generation_config(
-    base: str | PathLike, hub: dict[str, Any], config: PreTrainedConfig, is_original: bool, options: dict[str, Any]
+    base: str, hub: dict[str, Any], config: PreTrainedConfig, is_original: bool, options: Iterable[str]
 ) -> D2FGenerationConfig:
     """What generation_config.json says, if there is one; where it says nothing, the configuration and the paper."""
     file = _find(base, "generation_config.json", hub)
@@ -218,16 +356,24 @@ def _read_generation_config(
     return D2FGenerationConfig.from_dict({**D2FGenerationConfig.from_model_config(config).to_dict(), **saved})
 
 
-def _weight_files(base: str | PathLike, hub: dict[str, Any]) -> list[str]:
+def _weight_files(base: str, hub: dict[str, Any], variant: str | None) -> list[str]:
     """The safetensors files of a checkpoint, downloaded if need be."""
-    file = _find(base, SAFE_WEIGHTS_NAME, hub)
+    one_file, index_file = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:  # model.fp16.safetensors, model.safetensors.index.fp16.json
+        one_file, index_file = (f".{variant}.".join(name.rpartition(".")[::2]) for name in (one_file, index_file))
+    file = _find(base, one_file, hub)
     if file is not None:
         return [file]
-    index = _find(base, SAFE_WEIGHTS_INDEX_NAME, hub)
+    index = _find(base, index_file, hub)
     if index is not None:
         if not _read_json(index).get("weight_map"):
             raise ValueError(f"`weight_map` in {index} must name the file of each weight, but it is missing or empty.")
         return get_checkpoint_shard_files(base, index, **hub)[0]
+    if variant is not None:
+        raise ValueError(
+            f"`variant` (got {variant!r}) must name weights in {base}, but there is neither {one_file} nor "
+            f"{index_file}. Leave it out for {SAFE_WEIGHTS_NAME}."
+        )
     raise ValueError(
         f"The weights in {base} must be in {SAFE_WEIGHTS_NAME}, or in files named in {SAFE_WEIGHTS_INDEX_NAME}, but "
         "there is neither. Files named .bin are not loaded, because they may hold code. Convert them once: "
@@ -237,7 +383,11 @@ def _weight_files(base: str | PathLike, hub: dict[str, Any]) -> list[str]:
 
 
 def _checked_headers(
-    files: list[str], expected: dict[str, torch.Tensor], tied: dict[str, str], way_out: str
+    files: list[str],
+    expected: dict[str, torch.Tensor],
+    tied: dict[str, str],
+    way_out: str,
+    optional: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors in safetensors files, by name and on the meta device, if they are exactly the `expected` ones.
 
@@ -246,7 +396,9 @@ def _checked_headers(
         expected (`dict[str, torch.Tensor]`): What must be in them, by name; only shapes count.
         tied (`dict[str, str]`): Pairs of names that share a tensor, so that either may be absent.
         way_out (`str`): Ends the message of each error.
+        optional (`dict[str, torch.Tensor]`, *optional*): What may be in them besides.
     """
+    allowed = {**(optional or {}), **expected}
     found = {}
     for file in files:
         try:
@@ -257,11 +409,11 @@ def _checked_headers(
                 "`git clone`, run `git lfs pull`."
             ) from error
         for name, weight in header.items():
-            if name not in expected:
+            if name not in allowed:
                 raise ValueError(f"{file} must hold nothing but the model's weights, but it has `{name}`. {way_out}")
-            if weight.shape != expected[name].shape:
+            if weight.shape != allowed[name].shape:
                 raise ValueError(
-                    f"`{name}` in {file} must have the shape {tuple(expected[name].shape)}, but it has "
+                    f"`{name}` in {file} must have the shape {tuple(allowed[name].shape)}, but it has "
                     f"{tuple(weight.shape)}. {way_out}"
                 )
         found |= header
@@ -278,15 +430,19 @@ def _checked_headers(
 
 
 def _checked_adapter(
-    empty_model: PreTrainedModel, adapter: str | PathLike, hub: dict[str, Any]
-) -> tuple[Path, "LoraConfig"]:
-    """The local folder of an adapter and its configuration, if it fits the model, which gets the adapter's layers."""
+    empty_model: PreTrainedModel, adapter: str, hub: dict[str, Any], merge: bool
+) -> tuple[Path, "LoraConfig", bool]:
+    """The local folder of an adapter that fits the model, its configuration, and whether to untie head and embedding.
+
+    The model is used up: it is untied, gets the adapter's layers, and loses them again by merging.
+    """
     try:
         from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
     except ImportError as error:
         raise ImportError('`adapter` needs peft: pip install "d2f-hf[train]"') from error
 
-    hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
     config_file, weights_file = (
         _find(adapter, name, hub) for name in ("adapter_config.json", "adapter_model.safetensors")
     )
@@ -296,17 +452,27 @@ def _checked_adapter(
             f"{'the first' if config_file is None else 'the second'} is missing. A whole model is passed as `base` "
             "alone; an adapter_model.bin is converted by loading and saving it with peft."
         )
-    peft_type = _read_json(config_file).get("peft_type")
-    if peft_type != "LORA":
+    values = _read_json(config_file)
+    if values.get("peft_type") != "LORA":
         raise ValueError(
-            f"`peft_type` in {config_file} must be 'LORA', but it is {peft_type!r}. Load another kind of adapter with "
-            "peft, on the model that `load_d2f_model` gives without `adapter`."
+            f"`peft_type` in {config_file} must be 'LORA', but it is {values.get('peft_type')!r}. Load another kind "
+            "of adapter with peft, on the model that `load_d2f_model` gives without `adapter`; one of virtual tokens "
+            "(prompt tuning, prefix tuning, p-tuning) cannot be decoded with."
         )
+    for name, reason in _REFUSED_LORA.items():
+        if values.get(name):
+            raise ValueError(f"`{name}` in {config_file} is not supported, but it is {values[name]!r}: {reason}.")
     folder = Path(config_file).parent
     try:
         lora_config = LoraConfig.from_pretrained(str(folder))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{config_file} must be the configuration of a LoRA adapter: {error}") from error
+    if str(lora_config.init_lora_weights).startswith(_UNREPEATABLE_INITS):
+        raise ValueError(
+            f"`init_lora_weights` in {config_file} is {lora_config.init_lora_weights!r}, which changes the weights of "
+            "the base in a way that cannot be repeated. Save the adapter with peft's "
+            "`path_initial_model_for_weight_conversion`, which makes it one for the weights as they are."
+        )
     way_out = f"Pass the `base` that the adapter was trained on; this one is a {type(empty_model).__name__}."
 
     modules = [name for name, _ in empty_model.named_modules()]
@@ -319,13 +485,56 @@ def _checked_adapter(
             raise ValueError(
                 f"`target_modules` in {config_file} must be modules of the model, but it has no {target!r}. {way_out}"
             )
+    is_tied = bool(empty_model.all_tied_weights_keys)
+    if is_tied:
+        _untie(empty_model)
     try:
         adapted = PeftModel(empty_model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
     except Exception as error:  # peft and re raise many kinds for values that make no sense
         raise ValueError(f"{config_file} does not fit the model: {error} {way_out}") from error
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    _checked_headers([weights_file], expected, tied={}, way_out=way_out)
-    return folder, lora_config
+    # peft saves the base weights of embedding and head too, where the adapter is on them or when told to.
+    allowed = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    _checked_headers([weights_file], expected, tied={}, way_out=way_out, optional=allowed)
+    layers = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, BaseTunerLayer)]
+    biases = [
+        f"{name}.base_layer.bias"
+        for name, layer in layers
+        if getattr(layer.get_base_layer(), "bias", None) is not None
+    ]
+    if lora_config.bias == "lora_only" and not expected.keys() >= set(biases):
+        raise ValueError(
+            f"`bias` in {config_file} is 'lora_only', and peft before 0.21 neither saves nor loads these biases. Use "
+            "a newer peft, for saving too."
+        )
+    is_on_embeddings = any(
+        isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        for layer in (empty_model.get_input_embeddings(), empty_model.get_output_embeddings())
+    )
+    are_saved_as_one = bool(getattr(adapted.peft_config["default"], "modules_to_tie", None))  # ensure_weight_tying
+    if merge:
+        try:
+            adapted.merge_and_unload()
+        except Exception as error:
+            raise ValueError(
+                f"`merge` must be False for the adapter in {folder}, but it is True. It cannot be merged: {error}"
+            ) from error
+    return folder, lora_config, is_tied and is_on_embeddings and not are_saved_as_one
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Gives the head weights of its own, so that merging an adapter on head or embedding leaves the other one alone.
+
+    The configuration goes on to say that they are tied, see [`_say_untied`].
+    """
+    head: Any = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+
+
+def _say_untied(model: PreTrainedModel) -> None:
+    """Makes the model save and load both, embedding and head."""
+    model.config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def _find(folder_or_id: str | PathLike, name: str, hub: dict[str, Any]) -> str | None:
