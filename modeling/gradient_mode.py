@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .generate_arguments import input_device
 from .logits_process_d2f import KEEP_NOTHING
 
 _OURS = __name__.rpartition(".")[0]  # the package of this file, wherever it is loaded from
@@ -43,7 +42,7 @@ def gradient_mode(
     is_safe = (
         type(generator) in (type(None), torch.Generator)
         and all(guest is None or keeps_nothing(guest) for guest in guests)
-        and _nobody_watches(input_device(model).type)
+        and _nobody_watches(model.device.type)
         and model.config.rope_parameters["rope_type"] in _FIXED_ROPE_TYPES
         and _has_known_attention(model)
         and _has_known_layers(model)
