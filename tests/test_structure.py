@@ -21,7 +21,8 @@ MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
 FLOORS = (
-    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f", "decoding_loop", "decoding_rules"),
+    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f"),
+    ("decoding_loop", "decoding_rules", "gradient_mode"),
     ("attention_d2f", "configuration_d2f_dream", "configuration_d2f_llada", "generation_config_d2f"),
     ("generate_arguments", "response", "window_forward"),
     ("logits_process_d2f",),
