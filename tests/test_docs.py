@@ -210,7 +210,7 @@ def test_generation_md_has_each_option_with_its_default():
     experimental = text.partition("## Experimental options")[2]
     told = {
         name: [cell.strip() for cell in line.strip("| ").split(" | ")][1:]
-        for line in text.splitlines()
+        for line in reversed(text.splitlines())  # the first table has the defaults
         if line.startswith("| `")
         for name in re.findall(r"`(\w+)`", line.split(" | ")[0])
     }
