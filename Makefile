@@ -8,10 +8,10 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -n $(WORKERS)
 BENCH_ARGS ?=
 
-PYTHON_FOLDERS := src modeling examples tests
+PYTHON_FOLDERS := src modeling benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-floor nightly style quality bench bench-engine reference-model build clean
+.PHONY: help install demo test test-floor nightly style quality bench bench-engine model reference-model build clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -62,11 +62,14 @@ quality: .venv/.installed ## lint, format check, types
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: .venv/.installed ## measure scores, tokens per forward, speed and the decoding loop against their bars
-	$(BIN)/python examples/benchmark_decoding.py --bars --compile $(BENCH_ARGS)
+bench: .venv/.installed ## measure scores, tokens per forward, speed and the decoding loop against their targets
+	$(BIN)/python -m benchmarks.decoding --targets --compile $(BENCH_ARGS)
 
 bench-engine: .venv/.installed ## measure the decoding loop alone, on random weights: overhead, context, memory
-	$(BIN)/python examples/benchmark_decoding.py --engine 100m --compile $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.decoding --engine 100m --compile $(BENCH_ARGS)
+
+model: .venv/.installed ## write the D2F reference model to my-d2f-model, a folder like those on the Hub
+	$(BIN)/python examples/reference_model/reference_models.py --output my-d2f-model
 
 reference-model: .venv/.installed ## train the reference model; resumes where it stopped
 	$(BIN)/python examples/reference_model/train.py

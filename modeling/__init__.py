@@ -8,6 +8,8 @@ from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
 from .generation_d2f import D2FGenerationMixin
 from .modeling_d2f_dream import D2FDreamForBlockDiffusion, D2FDreamModel
 from .modeling_d2f_llada import D2FLLaDAForBlockDiffusion, D2FLLaDAModel
+from .sampler import Prediction, Sampler
+from .stream_decoding import StreamDecoder, StreamUpdate
 
 __all__ = [
     "D2FCache",
@@ -20,6 +22,10 @@ __all__ = [
     "D2FLLaDAConfig",
     "D2FLLaDAForBlockDiffusion",
     "D2FLLaDAModel",
+    "Prediction",
+    "Sampler",
+    "StreamDecoder",
+    "StreamUpdate",
     "block_causal_mask",
     "positions_without_padding",
     "predicting_positions",

@@ -8,12 +8,22 @@ copy: the loop just stops feeding it.
 
 # B rows of the cache, A rows of a forward, H key/value heads, Q fed tokens, S slots, D head dimension
 
+from typing import NamedTuple
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import is_torchdynamo_compiling
 
 CHUNK = 256  # slots that a growing cache gets at a time
 PADDING = -1  # the slot that padding writes to, which nobody reads
+
+
+class Window(NamedTuple):
+    """Where a forward writes, and how much of the cache it reads: see [`D2FCache.set_window`]."""
+
+    write_slots: torch.LongTensor
+    read_length: int
+    is_packed: bool
 
 
 class D2FCacheLayer(CacheLayerMixin):
@@ -75,7 +85,7 @@ class D2FCacheLayer(CacheLayerMixin):
         return readable[0], readable[1]
 
     def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
-        """Puts the rows `sources` in the place of the rows `targets`, `(N,)` each."""
+        """Copies the rows `sources` over the rows `targets`, `(N,)` each."""
         if self.is_initialized:
             sources, targets = sources.to(self.device), targets.to(self.device)
             self.keys[targets] = self.keys[sources]
@@ -95,25 +105,24 @@ class D2FCacheLayer(CacheLayerMixin):
 
 
 class D2FCache(Cache):
-    """A cache whose rows are filled at their own pace, and which may gain and lose rows.
+    """A cache whose rows are filled at their own pace, and which can get further rows and move them.
 
     Args:
         num_layers (`int`): Layers of the model.
         max_length (`int`, *optional*): Tokens that the longest row can hold, if that is known. Memory is taken for as
             many as have been fed, in chunks.
-        device (`torch.device`, *optional*): Of the model. The window may be given on the host, which then does not
-            wait.
+        device (`torch.device`, *optional*): The model's. A window on the host is copied there without waiting.
     """
 
     def __init__(self, num_layers: int, max_length: int | None = None, device: torch.device | None = None):
         super().__init__(layers=[D2FCacheLayer() for _ in range(num_layers)])
         self.max_length = max_length
         self.window_device = device
-        self.window: tuple[torch.LongTensor, int, bool] | None = None
-        self.packed_places: torch.LongTensor | None = None  # (T,), of the fed tokens in the window (A * Q)
-        self.places_of_packed: torch.LongTensor | None = (
-            None  # (A * Q,), of the window in the fed tokens; 0 for padding
-        )
+        self.window: Window | None = None
+        # With packed tokens: where each of them is in the flattened window, `(T,)`; and which of them each position of
+        # the flattened window holds, `(A * Q,)`, 0 for padding.
+        self.index_in_window: torch.LongTensor | None = None
+        self.index_in_packed: torch.LongTensor | None = None
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for `num_rows` rows of `num_slots` tokens at once, where there is less."""
@@ -125,7 +134,7 @@ class D2FCache(Cache):
     @property
     def is_packed(self) -> bool:
         """Whether the next forward gets its tokens packed."""
-        return self.packed_places is not None
+        return self.window is not None and self.window.is_packed
 
     def set_window(self, write_slots: torch.LongTensor, read_length: int, is_packed: bool = False) -> None:
         """Says where the next forward writes and how much of the cache it reads.
@@ -137,7 +146,7 @@ class D2FCache(Cache):
             is_packed (`bool`): The forward gets the T tokens that are no padding as one row, `(1, T)`. Only attention
                 has them in rows: see [`D2FCache.as_rows`].
         """
-        self.window = (write_slots, read_length, is_packed)
+        self.window = Window(write_slots, read_length, is_packed)
         num_slots = self.layers[0].capacity[1]
         if read_length > num_slots:
             num_slots = (read_length + CHUNK - 1) // CHUNK * CHUNK
@@ -147,13 +156,13 @@ class D2FCache(Cache):
         step = 1 + num_slots  # from a row's first slot, which is for padding, to the next row's
         first = torch.arange(1, 1 + len(write_slots) * step, step, device=write_slots.device)
         index = (write_slots + first[:, None]).flatten()
-        self.packed_places = self.places_of_packed = None
+        self.index_in_window = self.index_in_packed = None
         if is_packed:
             is_fed = (write_slots != PADDING).flatten()
-            places = is_fed.nonzero().squeeze(1)
-            index = index[places]
-            self.packed_places = places.to(self.window_device, non_blocking=True)
-            self.places_of_packed = (is_fed.cumsum(0) - 1).clamp(min=0).to(self.window_device, non_blocking=True)
+            index_in_window = is_fed.nonzero().squeeze(1)
+            index = index[index_in_window]
+            self.index_in_window = index_in_window.to(self.window_device, non_blocking=True)
+            self.index_in_packed = (is_fed.cumsum(0) - 1).clamp(min=0).to(self.window_device, non_blocking=True)
         index = index.to(self.window_device, non_blocking=True)
         num_rows = len(write_slots)
         for layer in self.layers:
@@ -166,17 +175,17 @@ class D2FCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     def as_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Packed `states` `(1, H, T, D)` in the window's rows, `(A, H, Q, D)`; in the place of padding anything."""
-        num_rows, length = self.window[0].shape
-        places = self.places_of_packed.to(states.device)
-        return states[0].transpose(0, 1).index_select(0, places).unflatten(0, (num_rows, length)).transpose(1, 2)
+        """Packed `states` `(1, H, T, D)` in the rows of the window, `(A, H, Q, D)`. Padding gets arbitrary states."""
+        index = self.index_in_packed.to(states.device)
+        rows = states[0].transpose(0, 1).index_select(0, index)  # [A * Q, H, D]
+        return rows.unflatten(0, self.window.write_slots.shape).transpose(1, 2)
 
     def as_packed(self, states: torch.Tensor) -> torch.Tensor:
-        """The other way round, of `(A, Q, H, D)`: `(1, T, H, D)`."""
-        return states.flatten(0, 1).index_select(0, self.packed_places.to(states.device))[None]
+        """The `states` `(A, Q, H, D)` of the window's rows without those of padding, `(1, T, H, D)`."""
+        return states.flatten(0, 1).index_select(0, self.index_in_window.to(states.device))[None]
 
     def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
-        """Puts the rows `sources` in the place of the rows `targets`, `(N,)` each."""
+        """Copies the rows `sources` over the rows `targets`, `(N,)` each."""
         self.reserve(int(targets.max()) + 1, 0)
         for layer in self.layers:
             layer.move_rows(sources, targets)

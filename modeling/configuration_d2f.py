@@ -1,6 +1,41 @@
 """What the configurations of all block-diffusion models say."""
 
+from os import PathLike
+from pathlib import Path
+
+import torch
 from transformers.configuration_utils import PreTrainedConfig, strict
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def published_class(cls: type) -> type:
+    """The nearest class of `cls.__mro__` whose code goes with a checkpoint, which is the one that a folder can name.
+
+    `cls` itself may be a class that FSDP2 has put in the place of a published one, or one that was derived from it in
+    a script, a notebook or a test.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    package = __name__.rpartition(".")[0]
+    for candidate in cls.__mro__:
+        is_here = candidate.__module__.rpartition(".")[0] == package
+        if is_here and vars(candidate).get("_auto_class") is not None:
+            return candidate
+    raise ValueError(
+        f"`save_pretrained` must know whose code to put into the folder, but {cls.__name__} derives from no published "
+        "class. Derive it from a class such as D2FLLaDAForBlockDiffusion or D2FLLaDAConfig."
+    )
+
+
+def _dtype_name(name: str, value: str | torch.dtype | None) -> str | torch.dtype | None:
+    """A dtype as the base class takes it: that is 'float32', not 'torch.float32' or 'auto'."""
+    if not isinstance(value, str) or value == "auto":
+        return None if value == "auto" else value
+    value = value.removeprefix("torch.")
+    if not isinstance(getattr(torch, value, None), torch.dtype):
+        raise ValueError(f"`{name}` must be the name of a torch.dtype such as 'bfloat16', but it is {value!r}.")
+    return value
 
 
 @strict
@@ -33,7 +68,7 @@ class D2FConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    use_cache: bool = True
+    use_cache: bool | None = True
 
     def __post_init__(self, **kwargs):
         for option, value in self.fixed_options.items():
@@ -45,12 +80,63 @@ class D2FConfig(PreTrainedConfig):
                 )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        self.dtype = _dtype_name("dtype", self.dtype)
+        if "torch_dtype" in kwargs:
+            kwargs["torch_dtype"] = _dtype_name("torch_dtype", kwargs["torch_dtype"])
         super().__post_init__(**kwargs)
         for option in self.ignored_options:
             self.__dict__.pop(option, None)
 
+    def as_published(self) -> "D2FConfig":
+        """The same configuration in a class that a saved folder can name: see [`published_class`].
+
+        Raises:
+            ValueError: if that class would make something else of these values.
+        """
+        published = published_class(type(self))
+        if type(self) is published:
+            return self
+        not_compared = ("model_type", "transformers_version")
+        values = {name: value for name, value in self.to_dict().items() if name not in not_compared}
+        try:
+            config = published.from_dict(dict(values))
+            others = {name: value for name, value in config.to_dict().items() if name not in not_compared}
+            different = sorted(name for name in values | others if values.get(name) != others.get(name))
+        except Exception as error:  # its own checks, and whatever comes of values of another kind
+            raise ValueError(
+                f"A {type(self).__name__} is saved as {published.__name__}, which does not take its values: {error} "
+                f"Use a {published.__name__}."
+            ) from error
+        if different:
+            raise ValueError(
+                f"A {type(self).__name__} is saved as {published.__name__}, whose code the folder gets, but that one "
+                f"has other values for {', '.join(different)}. Use a {published.__name__}."
+            )
+        return config
+
+    def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
+        config = self.as_published()
+        # Of the model's classes, those whose code is in the folder: without a model there may be none.
+        auto_map = {
+            name: value
+            for name, value in (getattr(config, "auto_map", None) or {}).items()
+            if isinstance(value, str) and (Path(save_directory) / f"{value.partition('.')[0]}.py").is_file()
+        }
+        config.auto_map = auto_map
+        return super(D2FConfig, config).save_pretrained(save_directory, *args, **kwargs)
+
     def validate_architecture(self):
         """Part of the `@strict` validation of the base class."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                name = self.attribute_map.get(name, name)
+                raise ValueError(f"`{name}` must be at least 1, but it is {getattr(self, name)}.")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"`rope_type` in `rope_parameters` must be one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, but it "
+                f"is {rope_type!r}."
+            )
         for name, divisor in (
             ("hidden_size", "num_attention_heads"),
             ("num_attention_heads", "num_key_value_heads"),

@@ -59,10 +59,10 @@ class D2FDreamConfig(D2FConfig):
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 131072
     rope_parameters: RopeParameters | dict | None = None
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | int = 1e-6
     attention_dropout: float | int = 0.0
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     right_shift_logits: bool = True
     default_theta = 1000000.0
 

@@ -96,10 +96,10 @@ class D2FLLaDAConfig(D2FConfig):
     mlp_ratio: int = 4
     max_sequence_length: int = 4096
     rope_parameters: RopeParameters | dict | None = None
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float | int = 1e-5
     attention_dropout: float | int = 0.0
     weight_tying: bool = False
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     default_theta = 500000.0
 
     def __post_init__(self, **kwargs):

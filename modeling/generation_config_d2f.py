@@ -344,7 +344,11 @@ class D2FGenerationConfig(GenerationConfig):
     @classmethod
     def from_model_config(cls, model_config) -> "D2FGenerationConfig":
         """The config of a model that has none yet: its special tokens, and D2F decoding with the paper's values."""
-        config = cls.from_dict(GenerationConfig.from_model_config(model_config).to_dict()).with_defaults()
+        values = GenerationConfig.from_model_config(model_config).to_dict()
+        # What a forward gives besides logits is a matter of the model's own configuration.
+        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
+            values.pop(name, None)
+        config = cls.from_dict(values).with_defaults()
         # Original configurations turn the cache off, because their own code has none.
         config.use_cache = None
         config._original_object_hash = hash(config)
@@ -363,7 +367,7 @@ PARAMETERS: dict[str, Option] = {
     "min_new_tokens": Option(_integer_from(0)),
     "min_length": Option(_integer_from(0)),
     "num_return_sequences": Option(_integer_from(1)),
-    "use_cache": Option(_TRUE_OR_FALSE),
+    **dict.fromkeys(("use_cache", "do_sample", "output_scores", "output_logits"), Option(_TRUE_OR_FALSE)),
     "eos_token_id": Option(_TOKEN_IDS),
     "pad_token_id": Option(Check("a token id, which is an integer", _is_integer)),
     "guidance_scale": Option(

@@ -246,7 +246,6 @@ class D2FGenerationMixin(GenerationMixin):
         use_cache = arguments.get("use_cache") is not False
         for processor in arguments["logits_processor"]:
             refuse_undeclared(processor)
-        guests = [*arguments["logits_processor"], *arguments["stopping_criteria"]]
 
         def make_decoder(sampler: StreamSampler) -> DecodingLoop:
             prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
@@ -255,7 +254,8 @@ class D2FGenerationMixin(GenerationMixin):
             return self._decoder(response, sampler, config, use_cache)
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
-        return StreamDecoder(prepare, make_decoder, gradient_mode(self, guests, arguments.get("generator")))
+        # Guests of requests get copies.
+        return StreamDecoder(prepare, make_decoder, gradient_mode(self, (), arguments.get("generator")))
 
     def _generate_arguments(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> dict[str, Any]:
         """What transformers prepares for prompts `(B, P)`: what `_sample` would get."""

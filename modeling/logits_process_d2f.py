@@ -10,8 +10,8 @@ once, and behind an undecoded one nobody knows that text. So each processor gets
   token. A decoded token that may be remasked (`remask_threshold`) gets it up to its position;
 - those that do (n-grams, several-token bad words, prefix constraints) are asked about the first undecoded token of a
   row only, and the others have to wait: what they forbid never comes out, at the price of one token per forward;
-- those of the caller that say `depends_on_previous_tokens = True` or nothing count among the last, and are called as
-  transformers calls them, once per forward with all rows: they may keep a state for each.
+- those of the caller that say `depends_on_previous_tokens = True` or nothing count among them, and are called as
+  transformers calls them, once per forward with all rows and their padding: they may keep a state for each.
 """
 
 # M masked tokens of the batch, V vocabulary, G rows of a group (`RowGroup`), t response tokens of a text
@@ -43,6 +43,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.utils import logging
 
@@ -75,7 +76,6 @@ _OF_THE_LENGTH = (
 
 _OF_THE_TEXT = (  # that without a gap, as compactly as it is stored
     NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,  # bad words are among them
 )
@@ -105,7 +105,7 @@ def declaration(processor: Callable) -> bool | None:
 
 def is_known(processor: Callable) -> bool:
     """Whether somebody has said what a processor depends on: the caller, or we for those of transformers."""
-    known = (*_OF_THE_SCORES, *_OF_THE_LENGTH, *_OF_THE_TEXT)
+    known = (*_OF_THE_SCORES, *_OF_THE_LENGTH, *_OF_THE_TEXT, PrefixConstrainedLogitsProcessor)
     return declaration(processor) is not None or is_one_of(processor, known)
 
 
@@ -118,7 +118,15 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
     """Whether a processor has to know the tokens right before the one that is chosen.
 
     One that says nothing has to, and the caller is told how to say it.
+
+    Raises:
+        ValueError: for one that calls the model by itself.
     """
+    if is_one_of(processor, (UnbatchedClassifierFreeGuidanceLogitsProcessor,)):
+        raise ValueError(
+            f"`logits_processor` must not call the model by itself, but {_name(processor)} does, for one token after "
+            "the other. Leave it out, and take `guidance_scale` with decoding='vanilla'."
+        )
     if not is_known(processor):
         logger.warning_once(
             f"{_name(processor)} does not say whether it depends on the tokens right before the one that is chosen, "
@@ -135,12 +143,13 @@ def depends_on_previous_tokens(processor: Callable) -> bool:
 
 
 def refuse_undeclared(processor: Callable) -> None:
-    """Refuses a processor that may keep a state for each row, where requests of their own share it."""
+    """Refuses a processor that may keep a state for each row, where responses of a stream share it."""
     if not is_known(processor):
         raise ValueError(
-            f"`logits_processor` must not keep a state for each row where requests share it, and {_name(processor)} "
-            "does not say what it depends on. If that is nothing but the text and the scores it is given, set its "
-            "attribute `depends_on_previous_tokens` to True, or to False if it does not need the token right before."
+            f"`logits_processor` must not keep a state for each row where responses share it, and {_name(processor)} "
+            "does not say what it depends on. Give one to each request of a stream, with one response. Or, if it "
+            "depends on nothing but the text and the scores it is given, set its attribute "
+            "`depends_on_previous_tokens` to True, or to False if it does not need the token right before."
         )
 
 
@@ -178,14 +187,8 @@ def process_logits(
         elif declared is False or (declared is None and is_one_of(processor, _OF_THE_TEXT)):
             texts = _decoded_texts(row, index, response) if texts is None else texts
             processed = []
-            for (b, text, number), own in zip(texts, scores.split([number for *_, number in texts]), strict=True):
-                text = text.to(scores.device).expand(number, -1)
-                if declared is None and is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
-                    group = response.group(b)
-                    slot = group.rows.index(int(response.source_rows[b]))
-                    processed.append(_constrained(processor, slot, text, own))
-                else:
-                    processed.append(processor(text, own))
+            for (text, number), own in zip(texts, scores.split([number for _, number in texts]), strict=True):
+                processed.append(processor(text.to(scores.device).expand(number, -1), own))
             scores = torch.cat(processed)
         else:
             scores = _processed_by_group(processor, scores, row, index, response)
@@ -207,23 +210,26 @@ def _processed_by_group(
     for tokens in own.values():
         group = response.group(int(row[tokens[0]]))
         [length] = index[tokens].unique().tolist()
-        slots = torch.tensor([group.rows.index(b) for b in row[tokens].tolist()], device=scores.device)
-        tokens = torch.tensor(tokens, device=scores.device)
-        of_group = scores.new_zeros(len(group.rows), scores.shape[1])
-        of_group[:, response.mask_token_id] = -torch.inf
-        of_group[slots] = scores[tokens]
+        slots = [group.rows.index(b) for b in row[tokens].tolist()]
         text = response.text(group, length).to(scores.device)
-        processed[tokens] = processor(text, of_group)[slots]
+        if is_one_of(processor, (PrefixConstrainedLogitsProcessor,)):
+            of_tokens = [
+                _constrained(processor, slot, text[slot : slot + 1], scores[i : i + 1])
+                for slot, i in zip(slots, tokens, strict=True)
+            ]
+            processed[tokens] = torch.cat(of_tokens)
+        else:
+            of_group = scores.new_zeros(len(group.rows), scores.shape[1])
+            of_group[:, response.mask_token_id] = -torch.inf
+            of_group[slots] = scores[tokens]
+            processed[tokens] = processor(text, of_group)[slots]
     return processed
 
 
 def _constrained(
     processor: PrefixConstrainedLogitsProcessor, slot: int, text: torch.LongTensor, scores: torch.FloatTensor
 ) -> torch.FloatTensor:
-    """What the processor does, which would take the number of a masked token for that of its prompt.
-
-    `slot` is the row's number in its group.
-    """
+    """What the processor does for one row, `text` `(1, L)`. It is not asked about rows that have ended."""
     prompt = slot // processor._num_beams  # beams and returned sequences of a prompt stand one after the other
     constraint = PrefixConstrainedLogitsProcessor(
         lambda _, tokens: processor._prefix_allowed_tokens_fn(prompt, tokens), 1
@@ -233,8 +239,8 @@ def _constrained(
 
 def _decoded_texts(
     row: torch.LongTensor, index: torch.LongTensor, response: Response
-) -> list[tuple[int, torch.LongTensor, int]]:
-    """The text in front of each token, up to the first undecoded one: its row, itself, and how many tokens have it.
+) -> list[tuple[torch.LongTensor, int]]:
+    """The text in front of each token, up to the first undecoded one, and how many tokens have it.
 
     In front of a short prompt are mask tokens, which are in no text, as padding.
     """
@@ -245,5 +251,5 @@ def _decoded_texts(
         prompt = int(response.prompt_lengths[b])
         text = response.sequences[b, : prompt + length]
         width = response.group(b).input_ids.shape[1]
-        texts.append((b, F.pad(text, (width - prompt, 0), value=response.mask_token_id), number))
+        texts.append((F.pad(text, (width - prompt, 0), value=response.mask_token_id), number))
     return texts

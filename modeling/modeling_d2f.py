@@ -6,8 +6,11 @@ An architecture brings its configuration, its layers and the names of its parame
 
 # B batch, L sequence, S key/value slots, V vocabulary, M positions whose logits are wanted
 
+import copy
+import tempfile
 import warnings
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,14 +19,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
 from .block_causal import positions_without_padding
-from .configuration_d2f import D2FConfig
+from .configuration_d2f import D2FConfig, published_class
 from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -72,7 +77,7 @@ class D2FRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
         squares = (x * x).sum(-1, keepdim=True)
-        # Their mean plus eps. An operand that is no tensor is made one first, which on a CPU takes longer than the sum.
+        # Their mean plus eps. An operand that is a number is made a tensor first, which on a CPU takes longer.
         mean = torch.full_like(squares, self.eps).add_(squares, alpha=1 / x.shape[-1])
         return self.weight * (x * mean.rsqrt_()).to(hidden_states.dtype)
 
@@ -88,6 +93,81 @@ class D2FPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes. It is "meta" only for a model without weights.
+
+        Weights that accelerate has offloaded are on "meta" too until they are needed; its hooks know where they go.
+        """
+        device = super().device
+        if device.type == "meta":
+            for module in self.modules():
+                hook = getattr(module, "_hf_hook", None)
+                for part in getattr(hook, "hooks", (hook,)):
+                    if getattr(part, "execution_device", None) is not None:
+                        return torch.device(part.execution_device)
+        return device
+
+    def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
+        """As in transformers. The folder names the nearest published class, and holds its code.
+
+        Raises:
+            ValueError: before anything is written, if that class would not take these weights or this configuration.
+        """
+        published = published_class(type(self))
+        config = self.config.as_published()
+        self._check_configs(config)
+        saved = self
+        if type(self) is not published:
+            self._check_weights_of(published, config)
+            # transformers takes names and code from the type. This one is what the folder will say, and does what the
+            # model does.
+            disguise = type(published.__name__, (type(self),), {"__module__": published.__module__})
+            saved = object.__new__(disguise)
+            object.__setattr__(saved, "__dict__", self.__dict__)
+        # Written anew, so that a model that came from the Hub does not keep references to the repository that it came
+        # from. Both auto classes give the model with `generate`.
+        name = f"{published.__module__.rpartition('.')[2]}.{published.__name__}"
+        auto_classes = ("AutoModel", "AutoModelForCausalLM") if self.can_generate() else ("AutoModel",)
+        self.config.auto_map = {
+            "AutoConfig": f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}",
+            **dict.fromkeys(auto_classes, name),
+        }
+        return super(D2FPreTrainedModel, saved).save_pretrained(save_directory, *args, **kwargs)
+
+    def _check_configs(self, config: D2FConfig) -> None:
+        """Raises an error if the configurations cannot be saved, or not be loaded again."""
+        generation_config = self.generation_config if self.can_generate() else None
+        if self.can_generate() and generation_config is None:
+            raise ValueError("`generation_config` must be set to save the model, but it is None. Set the default one.")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                type(config).from_pretrained(folder)
+                if generation_config is not None:
+                    generation_config.save_pretrained(folder)
+                    D2FGenerationConfig.from_pretrained(folder)
+        except Exception as error:  # of several kinds, none of which says what it is about
+            raise ValueError(f"The model's configuration cannot be saved so that it loads again: {error}") from error
+
+    def _check_weights_of(self, published: type[PreTrainedModel], config: D2FConfig) -> None:
+        """Raises an error if `published` has other weights than this model, which is derived from it."""
+        if type(self).__name__ != f"FSDP{published.__name__}":
+            logger.warning_once(f"A {type(self).__name__} is saved as {published.__name__}, without its own code.")
+        if getattr(self, "hf_quantizer", None) is not None or getattr(self, "_hf_peft_config_loaded", False):
+            return  # weights in another form, or those of the adapter only
+        with torch.device("meta"):
+            expected = {name: weight.shape for name, weight in published(copy.copy(config)).state_dict().items()}
+        own = {name: weight.shape for name, weight in self.state_dict().items()}
+        different = sorted(name for name in own | expected if own.get(name) != expected.get(name))
+        if different:
+            raise ValueError(
+                f"A {type(self).__name__} is saved as {published.__name__}, whose code the folder gets, but its "
+                f"weights are not those of that class: {', '.join(different[:5])}. Save its `state_dict()`, or "
+                f"publish the class: its file next to that of {published.__name__}, and "
+                f'`{type(self).__name__}.register_for_auto_class("AutoModelForCausalLM")`.'
+            )
 
 
 class D2FModel(D2FPreTrainedModel):
@@ -261,15 +341,3 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             attentions=outputs.attentions,
         )
         return output if return_dict else output.to_tuple()
-
-    def save_pretrained(self, *args, **kwargs):
-        # Both auto classes give the model with `generate`. Written anew, so that a model that came from the Hub does
-        # not keep references to the repository that it came from.
-        model_class = f"{type(self).__module__.rpartition('.')[2]}.{type(self).__name__}"
-        config_class = f"{type(self.config).__module__.rpartition('.')[2]}.{type(self.config).__name__}"
-        self.config.auto_map = {
-            "AutoConfig": config_class,
-            "AutoModel": model_class,
-            "AutoModelForCausalLM": model_class,
-        }
-        return super().save_pretrained(*args, **kwargs)

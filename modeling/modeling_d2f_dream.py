@@ -119,4 +119,5 @@ class D2FDreamForBlockDiffusion(D2FDreamPreTrainedModel, D2FForBlockDiffusion):
         self.post_init()
 
 
+D2FDreamModel.register_for_auto_class("AutoModel")
 D2FDreamForBlockDiffusion.register_for_auto_class("AutoModelForCausalLM")

@@ -74,6 +74,8 @@ class D2FLLaDAPreTrainedModel(D2FPreTrainedModel):
 class D2FLLaDAModel(D2FLLaDAPreTrainedModel, D2FModel):
     """The LLaDA transformer: hidden states, before the head."""
 
+    _tied_weights_keys = {"transformer.ff_out.weight": "transformer.wte.weight"}
+
     def __init__(self, config: D2FLLaDAConfig):
         super().__init__(config)
         # The head is a member here because that is where the original checkpoints keep it.
@@ -114,4 +116,5 @@ class D2FLLaDAForBlockDiffusion(D2FLLaDAPreTrainedModel, D2FForBlockDiffusion):
         self.model.transformer.ff_out = new_embeddings
 
 
+D2FLLaDAModel.register_for_auto_class("AutoModel")
 D2FLLaDAForBlockDiffusion.register_for_auto_class("AutoModelForCausalLM")

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_rules import first_index
@@ -319,6 +325,9 @@ class Response:
             before, decoded = self.published[row], int(known[row])
             for length in range(before + 1, decoded + 1) if decoded > before else [decoded]:
                 asked.setdefault(length, []).append(row)
+        text = self.text(group, max(*asked, 1), known)
+        width = group.input_ids.shape[1]
+        slots = {row: slot for slot, row in enumerate(group.rows)}
         for length, rows_at_length in sorted(asked.items()):
             rows_at_length = [row for row in rows_at_length if not self.has_stopped[row]]
             if not rows_at_length:
@@ -326,43 +335,57 @@ class Response:
             criteria = group.stopping_criteria
             if all(length == self.published[row] for row in rows_at_length):  # no new token, but time may be up
                 criteria = [criterion for criterion in criteria if type(criterion) not in _OF_THE_TEXT]
-            for row in self._rows_to_stop(group, rows_at_length, length, known, criteria):
-                self.stop(row, length)
-                known[row] = length
+            slots_at_length = [slots[row] for row in rows_at_length]
+            if length == 0:
+                says_stop = self._says_stop_without_a_token(group, text[:, : width + 1], slots_at_length, criteria)
+            else:
+                says_stop = self._says_stop(group, text[:, : width + length], length, criteria)
+            for row, slot in zip(rows_at_length, slots_at_length, strict=True):
+                if says_stop[slot]:
+                    self.stop(row, length)
+                    known[row] = length
+                    text[slot, width + length :] = group.pad_token_id
 
-    def _rows_to_stop(
-        self, group: RowGroup, rows: list[int], length: int, known: torch.LongTensor, criteria: list
-    ) -> list[int]:
-        """Which of `rows`, which have `length` tokens, one of `criteria` ends.
+    def _says_stop(
+        self, group: RowGroup, text: torch.LongTensor, length: int, criteria: Sequence[StoppingCriteria]
+    ) -> list[bool]:
+        """Whether one of `criteria` says stop to each row of `text` `(G, P + length)`."""
+        answers = [self._answer(criterion, group, text, length) for criterion in criteria]
+        return [any(of_row) for of_row in zip(*answers, strict=True)] if answers else [False] * len(text)
 
-        Before there is a token, a criterion is asked about the prompt with a mask token behind it, and about the bare
-        prompt. One that goes by the text or its length cannot say stop to both, or it would have done so to a prompt.
+    def _says_stop_without_a_token(
+        self, group: RowGroup, text: torch.LongTensor, slots: list[int], criteria: Sequence[StoppingCriteria]
+    ) -> list[bool]:
+        """Whether one of `criteria` ends rows that have no token; those at `slots` of `text` `(G, P + 1)` are meant.
+
+        A criterion is asked about the prompt with a mask token behind it, and about the bare prompt. One that goes by
+        the text or its length cannot say stop to both, or it would have done so to the prompt.
         """
-        text = self.text(group, max(length, 1), known)
-        slots = torch.tensor([group.rows.index(row) for row in rows], device="cpu")
-        if length == 0:
-            text[slots.to(text.device), -1] = self.mask_token_id
-        says_stop = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        text = text.clone()
+        text[slots, -1] = self.mask_token_id
+        says_stop = [False] * len(text)
         for criterion in criteria:
-            answer = self._answer(criterion, group, text, max(length, 1))[slots]
-            if length == 0 and answer.any():
-                answer = answer & self._answer(criterion, group, text[:, :-1], 1)[slots]
-            says_stop |= answer
-        return [row for row, stop in zip(rows, says_stop.tolist(), strict=True) if stop]
+            answer = self._answer(criterion, group, text, 1)
+            if any(answer[slot] for slot in slots):
+                of_prompt = self._answer(criterion, group, text[:, :-1], 1)
+                says_stop = [said or (a and b) for said, a, b in zip(says_stop, answer, of_prompt, strict=True)]
+        return says_stop
 
-    def _answer(self, criterion, group: RowGroup, text: torch.LongTensor, length: int) -> torch.BoolTensor:
-        """What `criterion` says of each row of `text`, `(G,)`: it may give a bool for all of them, or one for each."""
+    def _answer(self, criterion: StoppingCriteria, group: RowGroup, text: torch.LongTensor, length: int) -> list[bool]:
+        """What `criterion` says of each row of `text` `(G, L)`; it may give one bool for all, or one for each."""
         answer = criterion(text.clone(), self._scores(group, length))
+        if isinstance(answer, bool):
+            return [answer] * len(text)
         try:
-            says_stop = torch.as_tensor(answer, device="cpu").detach().bool().flatten()
+            says_stop = torch.as_tensor(answer, device="cpu").bool().flatten().tolist()
         except (TypeError, ValueError, RuntimeError):
-            says_stop = torch.zeros(0, dtype=torch.bool, device="cpu")
+            says_stop = []
         if len(says_stop) not in (1, len(text)):
             raise ValueError(
                 f"`stopping_criteria` must answer with a bool, or with one for each of the {len(text)} rows, but "
                 f"{type(criterion).__name__} gave {answer!r}. Return a tensor of the shape (B,)."
             )
-        return says_stop.expand(len(text))
+        return says_stop if len(says_stop) == len(text) else says_stop * len(text)
 
     def _scores(self, group: RowGroup, length: int) -> tuple[torch.FloatTensor, ...] | None:
         """The scores of the first `length` tokens as transformers has them, `(G, V)` each, if they are kept."""

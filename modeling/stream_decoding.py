@@ -200,7 +200,7 @@ class StreamDecoder:
         make_decoder: Callable[[StreamSampler], PipelinedDecoder],
         gradient_mode: Callable[[], contextlib.AbstractContextManager],
     ):
-        self._prepare = prepare
+        self.prepare = prepare
         self._gradient_mode = gradient_mode
         self._sampler = StreamSampler()
         with gradient_mode():
@@ -241,7 +241,7 @@ class StreamDecoder:
         Raises:
             ValueError: for a prompt or an option that cannot be. The stream is as it was.
         """
-        request = self._prepare(input_ids, options)
+        request = self.prepare(input_ids, options)
         if request.num_return_sequences > self.max_batch_size:
             raise ValueError(
                 f"`num_return_sequences` must be at most the {self.max_batch_size} rows of the stream "

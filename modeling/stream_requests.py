@@ -12,7 +12,7 @@ from .acceptance_rules import ACCEPTANCE_RULES
 from .generate_arguments import check_generation_config, check_limits, check_prompts, input_device, num_embeddings
 from .generation_config_d2f import D2FGenerationConfig
 from .gradient_mode import keeps_nothing
-from .logits_process_d2f import looks_at_scores_alone
+from .logits_process_d2f import looks_at_scores_alone, refuse_undeclared
 from .pipelined_decoding import ROW_OPTIONS
 from .sampler import Sampler
 
@@ -130,6 +130,9 @@ class RequestPreparer:
 
         # 4. The sampler.
         processors = arguments["logits_processor"]
+        if (config.num_return_sequences or 1) > 1:  # each response is asked about alone
+            for processor in processors:
+                refuse_undeclared(processor)
         sampler = self.model.sampler_class(config, processors, arguments.get("generator"))
         is_shared = "generator" not in own and seed is None and looks_at_scores_alone(processors)
         if is_shared:

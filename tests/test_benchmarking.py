@@ -1,4 +1,4 @@
-"""The arithmetic of tokens, forwards, rates and stages, and the order in which systems are asked."""
+"""The arithmetic of tokens, forwards and rates, and the order in which systems are asked."""
 
 import json
 from types import SimpleNamespace
@@ -10,20 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from d2f_hf import benchmarking
 from d2f_hf.benchmarking import (
     BatchMeasurement,
-    Figure,
     Measurement,
-    Stages,
     System,
+    answer_in_batches,
     batch_tokens_per_second,
     environment,
-    figure_table,
     left_padded,
-    mean_stages,
     measure,
     measure_batches,
-    measure_stages,
     percentile,
-    replaced_method,
     response_tokens,
     speed_up,
     summarize,
@@ -108,29 +103,6 @@ def test_percentile_refuses_no_values_and_shares_out_of_range():
             percentile([1.0], share)
 
 
-def test_a_figure_holds_on_its_side_of_the_bar():
-    assert Figure("a", 4.0, 4.0).holds is True and Figure("a", 3.99, 4.0).holds is False
-    assert Figure("a", 1.05, 1.05, at_most=True).holds is True
-    assert Figure("a", 1.06, 1.05, at_most=True).holds is False
-    assert Figure("a", 5.0).holds is None and Figure("a", 5.0, at_most=True).holds is None
-    assert Figure("a", 1.23456, 1.05, at_most=True).as_dict() == {
-        "name": "a",
-        "value": 1.2346,
-        "bar": 1.05,
-        "holds": False,
-    }
-
-
-def test_table_of_figures_says_on_which_side_the_bar_is():
-    figures = [Figure("overhead", 1.06, 1.05, at_most=True), Figure("speed", 4.5, 4.0), Figure("s", 0.1)]
-    assert [line.split() for line in figure_table(figures).splitlines()] == [
-        ["value", "bar", "holds"],
-        ["overhead", "1.060", "<=", "1.05", "NO"],
-        ["speed", "4.500", ">=", "4", "yes"],
-        ["s", "0.100"],
-    ]
-
-
 def test_speed_up_is_the_ratio_of_totals_and_the_median_of_ratios():
     fast = [Measurement([1] * 8, 2, 1.0), Measurement([1] * 6, 2, 1.0), Measurement([1] * 10, 2, 1.0)]
     slow = [Measurement([1] * 4, 4, 2.0), Measurement([1] * 6, 6, 2.0), Measurement([1] * 10, 9, 6.0)]
@@ -188,6 +160,10 @@ def test_eos_of_the_options_goes_before_the_models(clock):
     model = ScriptedModel("a", [], clock, [3, 4, EOS], 1.0)
     (measurement,) = measure({"a": System(model, {"eos_token_id": [4]})}, [prompt(1)], warm_up=0)["a"]
     assert measurement.response_ids == [3, 4]
+    for eos, expected in ((3, [3]), (None, [3, 4, EOS])):
+        options = {"generation_config": SimpleNamespace(eos_token_id=eos)}
+        (measurement,) = measure({"a": System(model, options)}, [prompt(1)], warm_up=0)["a"]
+        assert measurement.response_ids == expected
 
 
 def test_systems_take_turns_and_warm_up_is_not_measured(clock):
@@ -212,6 +188,45 @@ def test_a_batch_as_prompt_is_an_error():
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
     with pytest.raises(ValueError, match="must hold one row, got 2"):
         measure({}, [batch])
+
+
+def test_a_prompt_without_a_batch_dimension_is_an_error():
+    for input_ids in (torch.ones(3, dtype=torch.long), torch.ones(1, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"must have `input_ids` of shape \(1, L\), got \(\d,\)"):
+            measure({}, [{"input_ids": input_ids}])
+
+
+def test_several_responses_for_a_prompt_are_an_error():
+    """Only the first of them was counted, and the time was that of all."""
+    system = System(tiny_model(), {"max_new_tokens": 4, "num_return_sequences": 2, "do_sample": True})
+    for call in (
+        lambda: measure({"a": system}, [prompt(1)], warm_up=0),
+        lambda: measure_batches({"a": system}, [prompt(1)] * 2, PAD, batch_sizes=(2,), warm_up=0),
+        lambda: answer_in_batches(system, [prompt(1)], PAD, 1),
+    ):
+        with pytest.raises(ValueError, match="`system.options` must give one response for each prompt.*num_return"):
+            call()
+
+
+def test_answers_in_batches_come_in_the_order_of_the_prompts(clock):
+    log, progress = [], []
+    system = System(ScriptedModel("a", log, clock, [3, EOS, 4], 1.0), {"do_sample": False})
+    prompts = [prompt(1), prompt(2, 2), prompt(5)]
+    responses, forwards = answer_in_batches(system, prompts, PAD, 2, lambda *done: progress.append(done))
+    assert responses == [[3, EOS]] * 3 and forwards == [3] * 3
+    assert [first for _, first, _ in log] == [PAD, 5] and progress == [(2, 3), (3, 3)]
+    assert answer_in_batches(system, [], PAD, 2) == ([], [])
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"`batch_size` must be at least 1, got {size}"):
+            answer_in_batches(system, prompts, PAD, size)
+
+
+def test_answers_in_batches_are_those_alone():
+    system = System(tiny_model(), {"max_new_tokens": 8, "confidence_threshold": 0.2})
+    prompts = [prompt(1), prompt(2, 3, 4), prompt(5, 6)]
+    alone = measure({"a": system}, prompts, warm_up=0)["a"]
+    responses, forwards = answer_in_batches(system, prompts, PAD, 2)
+    assert responses == [m.response_ids for m in alone] and forwards == [m.num_forward_passes for m in alone]
 
 
 def test_rates_of_batches_are_of_all_rows():
@@ -255,98 +270,6 @@ def test_batches_that_would_leave_prompts_out_are_an_error():
             measure_batches({}, prompts, PAD, batch_sizes=(size,))
     with pytest.raises(ValueError, match="must hold one row, got 2"):
         measure_batches({}, [{"input_ids": torch.ones(2, 3, dtype=torch.long)}], PAD, batch_sizes=(1,))
-
-
-class StagedModel(ScriptedModel):
-    """Its forwards take 4 and then 2 seconds, choosing takes 0.5, all else 0.125 for each of `steps` steps."""
-
-    def __init__(self, clock, steps=3):
-        super().__init__("staged", [], clock, [3] * steps, 0.0, num_forward_passes=steps)
-        self.steps, self.forwards = steps, 0
-
-    def forward(self):
-        self.clock.now += 2.0 if self.forwards else 4.0
-        self.forwards += 1
-
-    def _predict(self):
-        self.clock.now += 0.5
-
-    def generate(self, input_ids, attention_mask, return_dict_in_generate, streamer=None, **options):
-        self.forwards = 0
-        if streamer is not None:
-            streamer.put(input_ids)
-        for _ in range(self.steps):
-            self.clock.now += 0.125
-            self.forward()
-            self._predict()
-            if streamer is not None:
-                streamer.put(torch.tensor([3]))
-        return super().generate(input_ids, attention_mask, return_dict_in_generate)
-
-
-def test_stages_are_the_first_forward_the_others_the_choice_and_the_rest(clock):
-    (stages,) = measure_stages({"a": System(StagedModel(clock))}, [prompt(1)], warm_up=0)["a"]
-    assert stages == Stages(time_to_first_token=4.625, prefill=4.0, decode=4.0, sampling=1.5, host=0.375)
-    assert stages.seconds == 9.875
-
-
-def test_without_predict_choosing_is_part_of_the_host(clock):
-    class Autoregressive(ScriptedModel):
-        def forward(self):
-            self.clock.now += 1.0
-
-        def generate(self, *args, streamer=None, **options):
-            self.forward()
-            self.clock.now += 0.25
-            return super().generate(*args, **options)
-
-    model = Autoregressive("twin", [], clock, [EOS], 0.0)
-    (stages,) = measure_stages({"twin": System(model)}, [prompt(1)], warm_up=0)["twin"]
-    # No token ever came to the streamer, so the first one is there when all is.
-    assert stages == Stages(time_to_first_token=1.25, prefill=1.0, decode=0.0, sampling=0.0, host=0.25)
-
-
-def test_stages_of_real_models_add_up_and_leave_no_trace():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    twin = LlamaForCausalLM(LlamaConfig(vocab_size=16, eos_token_id=None, pad_token_id=0, **sizes))
-    d2f = tiny_model()
-    systems = {
-        "twin": System(twin, {"max_new_tokens": 5, "do_sample": False}),
-        "d2f": System(d2f, {"max_new_tokens": 8}),
-        "vanilla": System(d2f, {"max_new_tokens": 8, "decoding": "vanilla"}),
-    }
-    found = measure_stages(systems, [prompt(1, 2, 3)])
-    assert all(min(vars(stages[0]).values()) >= 0.0 for stages in found.values())
-    assert found["twin"][0].sampling == 0.0 < found["twin"][0].decode
-    for name in ("d2f", "vanilla"):
-        (stages,) = found[name]
-        assert stages.sampling > 0.0 and stages.time_to_first_token > 0.0
-    assert not {"forward", "_predict"} & (set(vars(twin)) | set(vars(d2f)))
-
-
-def test_mean_of_stages_is_taken_stage_by_stage():
-    mean = mean_stages([Stages(1.0, 2.0, 3.0, 4.0, 5.0), Stages(3.0, 2.0, 5.0, 0.0, 7.0)])
-    assert mean == Stages(2.0, 2.0, 4.0, 2.0, 6.0)
-    with pytest.raises(ValueError, match="at least one call"):
-        mean_stages([])
-
-
-def test_replaced_methods_nest_and_come_back_after_an_error():
-    model = tiny_model()
-    calls = []
-
-    def logging_as(name):
-        return lambda method: lambda *args, **kwargs: (calls.append(name), method(*args, **kwargs))[1]
-
-    with replaced_method(model, "forward", logging_as("outer")):
-        with pytest.raises(RuntimeError), replaced_method(model, "forward", logging_as("inner")):
-            model(torch.tensor([[1, 2]]))
-            raise RuntimeError
-        model(torch.tensor([[1, 2]]))
-    model(torch.tensor([[1, 2]]))
-    assert calls == ["inner", "outer", "outer"]
-    assert "forward" not in vars(model)
 
 
 def test_environment_says_what_a_figure_depends_on(tmp_path):

@@ -147,6 +147,8 @@ BAD_OPTIONS = [
     ({"num_return_sequences": 2}, "num_return_sequences"),
     ({"use_cache": "no"}, "`use_cache`.*True or False"),
     ({"use_cache": 0}, "`use_cache`.*True or False"),
+    ({"do_sample": "False"}, "`do_sample`.*True or False"),
+    ({"output_scores": "no", "return_dict_in_generate": True}, "`output_scores`.*True or False"),
     ({"guidance_scale": float("nan"), "decoding": "vanilla"}, "`guidance_scale`.*nan"),
     ({"guidance_scale": float("inf"), "decoding": "vanilla"}, "`guidance_scale`.*inf"),
     ({"guidance_scale": "2", "decoding": "vanilla"}, "`guidance_scale`"),
@@ -630,3 +632,19 @@ def test_a_config_given_to_from_pretrained_is_that_of_the_model(config_class, tm
     expected = tiny_model().generate(PROMPT, max_new_tokens=8, decoding="vanilla", steps=4)
     assert loaded.generate(PROMPT, decoding="vanilla").equal(expected)
     assert loaded.generate(PROMPT).equal(tiny_model().generate(PROMPT, max_new_tokens=8))
+
+
+def test_a_prompt_of_nothing_but_the_bos_token_is_made_where_none_is_given():
+    model = tiny_model()
+    expected = model.generate(torch.tensor([[5]]), max_new_tokens=6)
+    assert model.generate(bos_token_id=5, max_new_tokens=6).equal(expected)
+    with pytest.raises(ValueError, match="bos_token_id"):
+        forbid_forwards(model).generate(max_new_tokens=6)
+
+
+def test_a_peft_model_takes_a_plain_generation_config():
+    model = two_adapters()
+    expected = model.generate(input_ids=PROMPT, max_new_tokens=6)
+    for owner in (model, model.get_base_model()):
+        owner.generation_config = GenerationConfig(max_new_tokens=6, **SPECIAL)
+        assert model.generate(input_ids=PROMPT).equal(expected)

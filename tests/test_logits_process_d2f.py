@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
+from d2f_hf.modeling.logits_process_d2f import depends_on_previous_tokens, is_known
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -15,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
-from transformers.generation import EosTokenCriteria
+from transformers.generation import EosTokenCriteria, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from prompts import pad, random_prompts
 from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
@@ -146,6 +147,30 @@ def test_a_prefix_constraint_holds_for_every_token_in_every_row(side):
     assert set(asked) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prefix_constraint_sees_the_padding_of_its_row_and_is_not_asked_once_that_has_ended(side):
+    texts = {0: [], 1: []}
+
+    def allowed(row: int, text: torch.LongTensor) -> list[int]:
+        texts[row].append(text.tolist())
+        return [EOS if row == 1 and len(text) == 4 else 7]
+
+    inputs = pad([[1, 2, 3], [4]], side)
+    tiny_model().generate(**inputs, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
+    first, second = inputs["input_ids"].tolist()
+    assert texts == {0: [first, [*first, 7], [*first, 7, 7]], 1: [second, [*second, 7]]}
+
+
+def test_a_prefix_constraint_of_a_request_is_asked_about_prompt_0():
+    asked = []
+    requests = [
+        (torch.tensor([1]), {"prefix_allowed_tokens_fn": lambda row, text, n=n: asked.append(row) or [n]})
+        for n in (5, 6, 7)
+    ]
+    stream = dict(tiny_model().generate_stream_batch(requests, 2, 3, max_new_tokens=4))
+    assert [stream[n].tolist() for n in range(3)] == [[5] * 4, [6] * 4, [7] * 4] and set(asked) == {0}
+
+
 def test_a_prefix_constraint_that_allows_nothing_is_an_error():
     with pytest.raises(ValueError, match="`prefix_allowed_tokens_fn` returned an empty list"):
         tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, prefix_allowed_tokens_fn=lambda row, text: [])
@@ -224,6 +249,7 @@ def test_no_n_gram_is_repeated():
         {"suppress_tokens": [3, 5]},
         {"top_k": 3, "do_sample": True},
         {"top_p": 0.7, "do_sample": True},
+        {"top_h": 0.5, "do_sample": True},
         {"min_p": 0.2, "do_sample": True},
         {"typical_p": 0.6, "do_sample": True},
         {"epsilon_cutoff": 0.02, "do_sample": True},
@@ -426,11 +452,52 @@ def test_decoding_in_another_order_refuses_a_processor_that_may_need_the_token_r
     assert model.generate(prompt, max_new_tokens=4, **options).equal(before)
 
 
+def test_what_generate_makes_of_its_own_options_is_known():
+    """Each option that looks at the scores alone decodes at full speed."""
+    options = {
+        "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "top_h": 0.9, "min_p": 0.01, "typical_p": 0.9,
+        "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "suppress_tokens": [5], "begin_suppress_tokens": [6],
+        "exponential_decay_length_penalty": (3, 1.1), "forced_eos_token_id": EOS, "remove_invalid_values": True,
+        "renormalize_logits": True, "repetition_penalty": 1.1, "sequence_bias": {(3,): -5.0}, "bad_words_ids": [[4]],
+        "min_new_tokens": 2,
+    }  # fmt: skip
+    model = ScriptedModel(sure_of(range(7, 16)))
+    config, _ = model._prepare_generation_config(None, max_new_tokens=8, **options)
+    model._prepare_special_tokens(config, device="cpu")
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=1, device="cpu", logits_processor=[], prefix_allowed_tokens_fn=None
+    )
+    assert len(processors) > 15
+    assert all(is_known(processor) and not depends_on_previous_tokens(processor) for processor in processors)
+
+
+def test_a_processor_that_calls_the_model_is_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`logits_processor` must not call the model.*`guidance_scale`"):
+        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model)
+        model.generate(torch.tensor([[1]]), max_new_tokens=2, logits_processor=[processor])
+
+
 def test_a_declaration_is_true_or_false():
     processor = NotTwice()
     processor.depends_on_previous_tokens = "no"
     with pytest.raises(ValueError, match="`depends_on_previous_tokens`.*NotTwice says 'no'"):
         tiny_model().generate(torch.tensor([[1]]), max_new_tokens=2, logits_processor=[processor])
+
+
+def test_each_request_of_a_stream_may_have_a_processor_with_a_state():
+    model, prompts = tiny_model(seed=1), [torch.tensor(prompt) for prompt in random_prompts([4, 2, 5, 1], seed=3)]
+    options = {"max_new_tokens": 9, "block_size": 3, "confidence_threshold": 0.0}
+    requests = [(prompt, {"logits_processor": [Matcher()]}) for prompt in prompts]
+    stream = dict(model.generate_stream_batch([*requests, prompts[0]], 3, 5, **options))
+    for number, prompt in enumerate(prompts):
+        ids, alone = prompt[None], [Matcher()]
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options, logits_processor=alone)
+        assert stream[number].equal(output[0, len(prompt) :])
+    options["logits_processor"] = [Matcher()]
+    with pytest.raises(ValueError, match="(?s)`logits_processor`.*Matcher does not say"):
+        request = (prompts[0], {"num_return_sequences": 2, "do_sample": True, **options})
+        list(model.generate_stream_batch([request], 3, 5, max_new_tokens=9, block_size=3))
 
 
 def test_requests_share_a_processor_that_declares_itself_and_no_other():

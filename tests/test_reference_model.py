@@ -1,29 +1,28 @@
 """The word problems, their tokenizer, and the scripts of the reference model."""
 
 import hashlib
-import importlib
 import io
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from d2f_hf import D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
+import demo
+import train
+import word_problems
+from benchmarks.reference import SCORING_LENGTH, score
+from d2f_hf import D2FLLaDAForBlockDiffusion
+from reference_models import load
+from untrained_reference_models import save_untrained_models
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
-sys.path.insert(0, str(EXAMPLE))
-word_problems = importlib.import_module("word_problems")
-demo = importlib.import_module("demo")
-bench = importlib.import_module("bench")
 
 # What each operation does, apart from the generator. The last one is what is left of a note.
 MEANING = {
@@ -174,7 +173,7 @@ def test_solutions_have_40_to_160_tokens(problems, tokenizer):
 
 def test_every_solution_fits_the_length_that_the_teacher_is_scored_with(problems, tokenizer):
     lengths = [len(ids) for ids in tokenizer([" " + problem.solution for problem in problems])["input_ids"]]
-    assert max(lengths) + 1 <= bench.SCORING_LENGTH
+    assert max(lengths) + 1 <= SCORING_LENGTH
 
 
 def test_tokenizer_is_fast_and_small(tokenizer):
@@ -260,39 +259,9 @@ def test_nothing_is_drawn_where_there_is_no_terminal(tokenizer):
     assert stream.getvalue() == ""
 
 
-def test_score_is_the_share_of_right_final_numbers():
-    problems = [SimpleNamespace(answer=answer) for answer in (5, 6, 7, 8)]
-    assert bench.score(["#### 5", "#### 5", "7", "so 9. #### 8"], problems) == 50.0
-
-
-def test_a_figure_holds_from_its_bar_on():
-    assert bench.Figure("score", 90.0, 90.0).holds is True
-    assert bench.Figure("score", 89.9, 90.0).holds is False
-    assert bench.Figure("tokens/s", 100.0).as_dict() == {
-        "name": "tokens/s",
-        "value": 100.0,
-        "bar": None,
-        "holds": None,
-    }
-
-
 @pytest.fixture(scope="module")
 def untrained_models(tokenizer, tmp_path_factory):
-    """A folder like the one with the reference models, of tiny models that know nothing."""
-    folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder / "twin")
-    sizes = {"d_model": 8, "mlp_hidden_size": 8, "n_layers": 1, "n_heads": 1, "block_size": 16}
-    config = D2FLLaDAConfig(
-        vocab_size=len(tokenizer), mask_token_id=tokenizer.mask_token_id, right_shift_logits=True, **sizes, **ids
-    )
-    teacher = D2FLLaDAForBlockDiffusion(config)
-    teacher.save_pretrained(folder / "teacher")
-    get_peft_model(teacher, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "student")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return folder
+    return save_untrained_models(tmp_path_factory.mktemp("models"), tokenizer)
 
 
 def run_script(name, *arguments):
@@ -301,83 +270,50 @@ def run_script(name, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-def test_bench_ends_with_one_json_object(untrained_models, tmp_path):
-    report = tmp_path / "report.json"
-    done = run_script(
-        "bench.py", "--models", untrained_models, "--problems", 2, "--slow-problems", 1, "--report", report
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == json.loads(report.read_text())
-    assert {key for figure in found["figures"] for key in figure} == {"name", "value", "bar", "holds"}
-    bars = {figure["name"]: figure["bar"] for figure in found["figures"] if figure["bar"] is not None}
-    assert sorted(bars.values()) == [-2.0, 2.5, 2.5, 4.0, 20.0, 20.0, 90.0, 90.0]
-    assert found["environment"]["dtype"] == "bfloat16" and found["environment"]["problems"] == 2
-
-
-@pytest.mark.slow
-def test_bench_draws_the_curve(untrained_models, tmp_path):
-    pytest.importorskip("matplotlib")
-    done = run_script("bench.py", "--models", untrained_models, "--problems", 1, "--curve", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = (tmp_path / "curve.csv").read_text().splitlines()
-    assert rows[0] == "block_size,confidence_threshold,score,tokens_per_forward,tokens_per_second"
-    assert len(rows) == 1 + len(bench.CURVE_THRESHOLDS) * len(bench.CURVE_BLOCK_SIZES)
-    assert (tmp_path / "curve.png").stat().st_size > 0
-
-
-@pytest.mark.slow
-def test_demo_answers_a_question_that_is_far_from_the_task(untrained_models):
-    done = run_script("demo.py", "--models", untrained_models, "--question", "Wer schrieb den Faust? Ünglaublich!")
-    assert done.returncode == 0, done.stderr
-    assert "Wer schrieb den Faust?" in done.stdout
+def test_demo_answers_a_question_that_is_far_from_the_task(untrained_models, capsys):
+    demo.main(["--models", str(untrained_models), "--question", "Wer schrieb den Faust? Ünglaublich!"])
+    stdout = capsys.readouterr().out
+    assert "Wer schrieb den Faust?" in stdout
     for name in ("D2F", "autoregressive twin", "vanilla sampler"):
-        assert f"[{name}]" in done.stdout
-    assert "tokens per forward" in done.stdout and "times as fast" in done.stdout
+        assert f"[{name}]" in stdout
+    assert "tokens per forward" in stdout and "times as fast" in stdout
 
 
 @pytest.mark.slow
-def test_scripts_say_what_makes_missing_models(tmp_path):
-    for script in ("demo.py", "bench.py"):
-        done = run_script(script, "--models", tmp_path)
-        assert done.returncode == 1
-        assert "make reference-model" in done.stderr and "Traceback" not in done.stderr
+def test_the_demo_says_what_makes_missing_models(tmp_path):
+    done = run_script("demo.py", "--models", tmp_path)
+    assert done.returncode == 1
+    assert "make reference-model" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_table_of_several_runs_has_median_spread_and_whether_all_hold(tmp_path, capsys):
-    paths = []
-    for number, (score, ratio) in enumerate([(91.0, 2.4), (95.0, 3.0), (93.0, 2.6)]):
-        figures = [bench.Figure("score, %", score, 90.0), bench.Figure("ratio", ratio, 2.5), bench.Figure("s", ratio)]
-        paths.append(tmp_path / f"{number}.json")
-        paths[-1].write_text(json.dumps({"figures": [figure.as_dict() for figure in figures]}))
-    bench.main(["--table", *map(str, paths)])
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "| score, % | 93.00 | 91.00 to 95.00 | >= 90 | yes |",
-        "| ratio | 2.60 | 2.40 to 3.00 | >= 2.5 | no |",
-        "| s | 2.60 | 2.40 to 3.00 |  |  |",
-    ]
+def test_the_models_run_the_code_of_the_exported_folder(untrained_models):
+    """They had to be loaded before d2f_hf was imported, because its classes were taken otherwise."""
+    models = load(untrained_models, "float32")
+    for model in (models.student, models.teacher):
+        assert type(model).__module__.startswith("transformers_modules."), "and d2f_hf is imported here"
+        for part in (type(model.config), type(model.generation_config), model.sampler_class):
+            assert part.__module__.rpartition(".")[0] == type(model).__module__.rpartition(".")[0]
+    assert isinstance(models.twin, LlamaForCausalLM)
+    inputs = models.prompt("How many pens is that?")
+    assert models.student.generate(**inputs, max_new_tokens=4).shape[1] <= inputs["input_ids"].shape[1] + 4
 
 
-def test_the_figures_of_the_engine_have_a_table_of_their_own(tmp_path, capsys):
-    path = tmp_path / "report.json"
-    figures = [
-        {"name": "score, %", "value": 91.0, "bar": 90.0, "holds": True},
-        {"name": "engine: overhead", "value": 1.04, "bar": 1.05, "holds": True},
-        {"name": "engine: growth", "value": 1.1, "bar": 1.1, "holds": True},
-        {"name": "engine: share", "value": 0.5, "bar": 0.6, "holds": False},
-    ]
-    path.write_text(json.dumps({"figures": figures, "at_most": ["engine: overhead", "engine: growth"]}))
-    without = tmp_path / "without.json"
-    without.write_text(json.dumps({"figures": [{**figures[0], "value": 91.0}]}))
-    bench.main(["--table", str(path), str(without)])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line and not line.startswith(("| |", "| ---"))] == [
-        "| score, % | 91.00 | 91.00 to 91.00 | >= 90 | yes |",
-        "| engine: overhead | 1.04 | 1.04 to 1.04 | <= 1.05 | yes |",
-        "| engine: growth | 1.10 | 1.10 to 1.10 | <= 1.1 | yes |",
-        "| engine: share | 0.50 | 0.50 to 0.50 | >= 0.6 | no |",
-    ]
+@pytest.mark.slow
+def test_one_command_writes_a_folder_that_loads_without_the_package(untrained_models, tmp_path):
+    done = run_script("reference_models.py", "--models", untrained_models, "--output", tmp_path / "my-d2f-model")
+    assert done.returncode == 0, done.stderr
+    assert "FutureWarning" not in done.stderr
+    script = (
+        "import sys; sys.modules['d2f_hf'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "print(model.generate(**tokenizer('pens', return_tensors='pt'), max_new_tokens=4).shape[0])\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", script, str(tmp_path / "my-d2f-model")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "1\n", done.stderr
 
 
 # ---- what is shipped ----
@@ -422,24 +358,13 @@ def test_the_student_answers_at_least_four_of_five_test_problems(problems, token
         return_dict=True,
         return_tensors="pt",
     )
-    sequences = student.generate(**inputs, max_new_tokens=bench.SCORING_LENGTH)
+    sequences = student.generate(**inputs, max_new_tokens=SCORING_LENGTH)
     answers = tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert bench.score(answers, asked) >= 80
-
-
-def test_the_table_of_the_readme_is_that_of_the_committed_reports():
-    reports = [json.loads(path.read_text()) for path in sorted((EXAMPLE / "reports").glob("run*.json"))]
-    assert reports
-    readme = (EXAMPLE.parents[1] / "README.md").read_text()
-    assert bench.markdown_table(reports) in readme
-    of_engine = bench.markdown_table(reports, of_engine=True).splitlines()
-    headlines = [line for line in readme.splitlines() if line.startswith(f"| {bench.ENGINE}")]
-    assert headlines and set(headlines) <= set(of_engine)
+    assert score(answers, asked) >= 80
 
 
 def test_the_teacher_starts_as_the_twin():
     """With a causal mask its logits are the twin's."""
-    train = importlib.import_module("train")
     teacher = train.teacher_from_twin(train.load_tokenizer()).eval()
     twin = LlamaForCausalLM.from_pretrained(EXAMPLE / "twin", dtype=torch.float32).eval()
     input_ids = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -560,5 +560,14 @@ def test_another_default_device_changes_nothing(mode):
                     runs.append((output.tolist(), streamer and streamer.events))
         finally:
             torch.set_default_device(None)
+    torch.set_default_device("meta")
+    try:
+        requests = [torch.tensor([1, 2], device="cpu")]
+        stream = dict(model.generate_stream_batch(requests, 2, 3, **OPTIONS, stopping_criteria=[criterion]))
+    finally:
+        torch.set_default_device(None)
+    assert stream[0].equal(
+        dict(model.generate_stream_batch(requests, 2, 3, **OPTIONS, stopping_criteria=[criterion]))[0]
+    )
     assert runs[: len(runs) // 2] == runs[len(runs) // 2 :]
     assert all(token < VOCAB_SIZE for rows, _ in runs for row in rows for token in row)

@@ -101,13 +101,15 @@ def test_a_request_has_its_own_stopping_criteria_and_time():
     assert len(tokens_of(updates[0, 0])) == 14 and updates[1, 0][-1].finish_reason == "stop"
 
 
-def test_the_time_of_a_request_begins_when_it_is_let_in():
+def test_the_time_of_a_request_begins_when_it_is_let_in(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
     model, (first, second) = tiny_model(), prompts_of([4, 5])
     stream = model.open_stream(1, 5, **OPTIONS, eos_token_id=None)
     stream.add(first)
     stream.add(second, max_time=30.0)
-    waited = stream._waiting[1][1].stopping_criteria[0]
-    waited.initial_timestamp = time.time() - 1000  # as if the first one had taken so long
+    stream.step()
+    now[0] = 1000.0  # so long does the first one take
     assert len(tokens_of(run(stream)[1, 0])) == 14
 
 

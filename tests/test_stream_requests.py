@@ -85,9 +85,7 @@ def test_requests_share_a_sampler_where_nothing_depends_on_them():
         {}, {}, {"max_new_tokens": 3}, {"confidence_threshold": 0.5}, {"do_sample": True}, {"do_sample": True},
         {"do_sample": True, "seed": 1}, {"do_sample": True, "seed": 1}, {"no_repeat_ngram_size": 2},
     ]  # fmt: skip
-    for own in options:
-        stream.add(PROMPT, **own)
-    samplers = [prepared.sampler for _, prepared in stream._waiting]
+    samplers = [stream.prepare(PROMPT, own).sampler for own in options]
     assert samplers[0] is samplers[1] is samplers[2] is samplers[3]
     assert samplers[4] is samplers[5] is not samplers[0]
     assert len({id(sampler) for sampler in samplers}) == 5

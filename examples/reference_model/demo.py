@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from reference_models import HERE, TEACHER_BLOCK_SIZE, ReferenceModels, load
+from d2f_hf.benchmarking import Measurement, System, measure, measure_one, speed_up, summarize
+from reference_models import D2F, HERE, MAX_NEW_TOKENS, TWIN, VANILLA, ReferenceModels, load
 from word_problems import final_number, make_problems
 
-MAX_NEW_TOKENS = 256
+VANILLA_SAMPLER = "vanilla sampler"
 LONGEST_QUESTION = 512  # tokens
 FRAME_SECONDS = 0.12
 MASKED, BOUNDARY = "░", "│"
@@ -110,8 +111,8 @@ class BlockStreamer(BaseStreamer):
         self.drawn_lines = len(lines)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     logging.disable_progress_bar()
     print("Loading the models ...", flush=True)
     try:
@@ -129,12 +130,12 @@ def main() -> None:
     answer_all(models, questions)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--question", help="a word problem of yours, instead of the three built-in ones")
     parser.add_argument("--models", type=Path, default=HERE, help="folder of the models")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all models")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.question is not None and not args.question.strip():
         parser.error("--question must not be empty. Leave it out for the built-in problems.")
     return args
@@ -142,23 +143,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def answer_all(models: ReferenceModels, questions: Sequence[tuple[str, int | None]]) -> None:
     """Answers each question with the three systems and prints how fast each was."""
-    # Not before the models are loaded: they would then be of d2f_hf's classes, not of those in the exported folder.
-    from d2f_hf.benchmarking import System, measure, measure_one, speed_up, summarize
-
-    systems = {
-        "D2F": System(models.student, {"max_new_tokens": MAX_NEW_TOKENS}),
-        "autoregressive twin": System(
-            models.twin, {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
-        ),
-        "vanilla sampler": System(
-            models.teacher,
-            {"decoding": "vanilla", "max_new_tokens": MAX_NEW_TOKENS, "block_size": TEACHER_BLOCK_SIZE},
-        ),
-    }
+    known = models.systems()
+    systems: dict[str, System] = {D2F: known[D2F], TWIN: known[TWIN], VANILLA_SAMPLER: known[VANILLA]}
     # The first calls of a process are slow. A few tokens will do for the vanilla sampler.
     prompts = [models.prompt(question) for question, _ in questions]
-    fast = {name: system for name, system in systems.items() if name != "vanilla sampler"}
-    measure(fast, prompts[:1])
+    measure({D2F: systems[D2F], TWIN: systems[TWIN]}, prompts[:1])
     models.teacher.generate(**prompts[0], decoding="vanilla", max_new_tokens=8)
 
     measurements = {name: [] for name in systems}
@@ -166,7 +155,7 @@ def answer_all(models: ReferenceModels, questions: Sequence[tuple[str, int | Non
         print(f"\n{number}. {question}" if len(questions) > 1 else f"\n{question}")
         for name, system in systems.items():
             print(f"\n[{name}]", flush=True)
-            if name == "D2F" and sys.stdout.isatty():
+            if name == D2F and sys.stdout.isatty():
                 block_size = models.student.generation_config.block_size or models.student.config.block_size
                 models.student.generate(
                     **prompt, max_new_tokens=MAX_NEW_TOKENS, streamer=BlockStreamer(models.tokenizer, block_size)
@@ -175,15 +164,15 @@ def answer_all(models: ReferenceModels, questions: Sequence[tuple[str, int | Non
             measurement = measure_one(system, prompt)
             measurements[name].append(measurement)
             text = models.text(measurement.response_ids)
-            if name != "D2F" or not sys.stdout.isatty():
+            if name != D2F or not sys.stdout.isatty():
                 print(text)
             print(f"-> {verdict(final_number(text), right)}; {speed(measurement)}", flush=True)
 
     print(f"\n{'':20}  tokens/s  tokens per forward  D2F is")
     for name, of_system in measurements.items():
         summary = summarize(of_system)
-        ratio = speed_up(measurements["D2F"], of_system).of_totals
-        compared = "" if name == "D2F" else f"{ratio:.1f} times as fast"
+        ratio = speed_up(measurements[D2F], of_system).of_totals
+        compared = "" if name == D2F else f"{ratio:.1f} times as fast"
         print(f"{name:20}  {summary.tokens_per_second:8.0f}  {summary.tokens_per_forward:18.2f}  {compared}")
 
 
@@ -195,7 +184,7 @@ def verdict(answer: int | None, right: int | None) -> str:
     return f"answer {answer}, right" if answer == right else f"answer {answer}, wrong: it is {right}"
 
 
-def speed(measurement) -> str:
+def speed(measurement: Measurement) -> str:
     return (
         f"{len(measurement.response_ids)} tokens in {measurement.seconds:.2f} s: "
         f"{measurement.tokens_per_second:.0f} tokens/s, {measurement.tokens_per_forward:.2f} tokens per forward"

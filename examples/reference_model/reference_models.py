@@ -1,8 +1,9 @@
-"""The three reference models as `bench.py` and `demo.py` use them. The D2F model comes from a folder like on the Hub.
+"""The three reference models, as demo and benchmarks use them.
 
-The folder is made first: the student's adapter is merged into the teacher and saved with the remote code.
+The D2F model comes from a folder like those on the Hub, which is made first: the student's adapter is merged into the
+teacher and saved with the remote code.
 
-    python examples/reference_model/reference_models.py --output my-d2f-model
+    python examples/reference_model/reference_models.py --output my-d2f-model    # make model
 
 Loading it needs torch and transformers only:
 
@@ -10,20 +11,30 @@ Loading it needs torch and transformers only:
 """
 
 import argparse
-import subprocess
-import sys
+import json
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging
+
+from d2f_hf import D2FLLaDAForBlockDiffusion
+from d2f_hf.benchmarking import System
 
 HERE = Path(__file__).parent
 WEIGHTS = ("twin/model.safetensors", "teacher/model.safetensors", "student/adapter_model.safetensors")
-# Of the vanilla sampler with one token per step: the best one on validation problems (bench.py --search).
+MAX_NEW_TOKENS = 256
+# Of the vanilla sampler with one token per step: the best one on validation problems (benchmarks.reference --search).
 TEACHER_BLOCK_SIZE = 1
+D2F, TWIN, VANILLA = "D2F", "autoregressive twin", "vanilla"
+BLOCK_BY_BLOCK = "block by block"
+PREFIX, DUAL = "Fast-dLLM, prefix cache", "Fast-dLLM, dual cache"
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,40 @@ class ReferenceModels:
     def text(self, response_ids: list[int]) -> str:
         return self.tokenizer.decode(response_ids, skip_special_tokens=True).strip()
 
+    def systems(
+        self,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        teacher_block_size: int = TEACHER_BLOCK_SIZE,
+        fast_dllm_block_size: int = 32,
+    ) -> dict[str, System]:
+        """The six ways to answer a prompt, by name; all have the same limit and the same EOS.
+
+        Args:
+            max_new_tokens (`int`): Limit of a response.
+            teacher_block_size (`int`): Of the vanilla sampler, which decodes one token per step.
+            fast_dllm_block_size (`int`): Fast-dLLM's own is 32.
+        """
+        limit = {"max_new_tokens": max_new_tokens}
+        fast_dllm = {
+            **limit,
+            "decoding": "fast_dllm",
+            "block_size": fast_dllm_block_size,
+            "confidence_threshold": 0.9,
+        }
+        return {
+            TWIN: System(self.twin, {**limit, "do_sample": False, "use_cache": True}),
+            VANILLA: System(self.teacher, {**limit, "decoding": "vanilla", "block_size": teacher_block_size}),
+            PREFIX: System(self.teacher, {**fast_dllm, "block_cache": "prefix"}),
+            DUAL: System(self.teacher, {**fast_dllm, "block_cache": "dual"}),
+            BLOCK_BY_BLOCK: System(self.student, {**limit, "block_add_threshold": 1.0}),
+            D2F: System(self.student, limit),
+        }
+
 
 def load(models: Path, dtype: str) -> ReferenceModels:
     """Exports the D2F model of the folder `models` and loads all three in `dtype`, with their tokenizer.
+
+    Student and teacher run the code of the exported folder, as they would on a machine without this package.
 
     Raises:
         FileNotFoundError: if the weights of a model are not there.
@@ -57,53 +99,39 @@ def load(models: Path, dtype: str) -> ReferenceModels:
             f"{models} lacks {', '.join(missing)}. `make reference-model` trains the models that are missing."
         )
     with tempfile.TemporaryDirectory() as temporary:
-        folder = str(Path(temporary) / "d2f-reference-model")
-        # In a process of its own: where d2f_hf is imported, its classes would be taken instead of those in the folder.
-        # The warning is about an attribute that peft looks up under its old name.
-        command = [
-            sys.executable,
-            "-W",
-            "ignore::FutureWarning",
-            __file__,
-            "--models",
-            str(models),
-            "--output",
-            folder,
-        ]
-        subprocess.run(command, check=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
-    if not type(student).__module__.startswith("transformers_modules."):
-        raise RuntimeError("The code of the exported folder was not used. Load the models before importing d2f_hf.")
+        folder = Path(temporary) / "d2f-reference-model"
+        export(models, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # `AutoModelForCausalLM` would take the classes of d2f_hf, which are registered where it is imported.
+        class_reference = json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+        model_class: Any = get_class_from_dynamic_module(class_reference, str(folder))
+        student = model_class.from_pretrained(folder, dtype=dtype).eval()
     return ReferenceModels(
         tokenizer=tokenizer,
         twin=AutoModelForCausalLM.from_pretrained(models / "twin", dtype=dtype).eval(),
-        teacher=type(student).from_pretrained(models / "teacher", dtype=dtype).eval(),
-        student=student.eval(),
+        teacher=model_class.from_pretrained(models / "teacher", dtype=dtype).eval(),
+        student=student,
     )
 
 
 def export(models: Path, output: Path) -> None:
     """Writes the D2F model to `output`: the teacher with the student's adapter merged, its code, the tokenizer."""
-    from peft import PeftModel
-
-    from d2f_hf import D2FLLaDAForBlockDiffusion
-
     teacher = D2FLLaDAForBlockDiffusion.from_pretrained(models / "teacher", dtype=torch.float32)
-    student = PeftModel.from_pretrained(teacher, str(models / "student")).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft looks up an attribute under its old name
+        student = PeftModel.from_pretrained(teacher, str(models / "student")).merge_and_unload()
     student.to(torch.bfloat16).save_pretrained(output)
     AutoTokenizer.from_pretrained(models / "tokenizer").save_pretrained(output)
 
 
 def main() -> None:
-    from transformers.utils import logging
-
     parser = argparse.ArgumentParser(description="Writes the D2F reference model as a folder for the Hub.")
     parser.add_argument("--models", type=Path, default=HERE, help="folder of the models")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     logging.disable_progress_bar()
     export(args.models, args.output)
+    print(f"Wrote {args.output}. AutoModelForCausalLM.from_pretrained loads it with trust_remote_code=True.")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -161,7 +162,7 @@ def train_twin() -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     # Eager attention: on a CPU its backward pass is several times as fast as that of scaled_dot_product_attention.
-    model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     args = TrainingArguments(**common_arguments("twin"), learning_rate=2e-3, warmup_steps=200)
     trainer = Trainer(
         model,
@@ -213,7 +214,7 @@ def teacher_from_twin(tokenizer: PreTrainedTokenizerBase) -> D2FLLaDAForBlockDif
         for old, new in TEACHER_NAMES.items():
             name = name.replace(old, new)
         weights[name] = weight
-    teacher = D2FLLaDAForBlockDiffusion._from_config(config, attn_implementation="eager")
+    teacher = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     teacher.load_state_dict(weights)
     return teacher
 
@@ -271,6 +272,7 @@ def train_student() -> None:
         ),
     )
     run(trainer, "student")
+    trainer.model.config.block_size = DECODING_BLOCK_SIZE  # and not the one that it was trained with
     save(trainer.model, "student")
 
 

@@ -1,21 +1,24 @@
 """How fast models answer: forwards, tokens per forward, tokens per second and latency, each with its definition.
 
 `measure` times systems that are to be compared side by side, one prompt after the other, so that a slow moment of the
-machine meets all of them; `measure_batches` does so with several prompts per call, and `measure_stages` says where the
-time of a call goes. What follows from the measurements is arithmetic: `summarize`, `speed_up`, `mean_stages`,
-`batch_tokens_per_second`. What measures the decoding loop apart from the model is in `engine_benchmarking.py`.
+machine meets all of them. `measure_batches` does so with several prompts per call, and `answer_in_batches` lets one
+system answer prompts. What follows from the measurements is arithmetic: `summarize`, `speed_up`,
+`batch_tokens_per_second`.
+
+    twin = System(autoregressive_model, {"max_new_tokens": 256, "do_sample": False})
+    d2f = System(d2f_model, {"max_new_tokens": 256})
+    measurements = measure({"D2F": d2f, "twin": twin}, prompts)
+    print(summarize(measurements["D2F"]), speed_up(measurements["D2F"], measurements["twin"]))
 """
 
-import contextlib
-import functools
 import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,48 +26,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 # B batch, L sequence
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measured value and its bar.
-
-    Args:
-        name (`str`): What was measured, with the unit.
-        value (`float`): The value.
-        bar (`float`, *optional*): What the value has to reach; nothing for a value that is for information.
-        at_most (`bool`): The value must not exceed the bar; otherwise it must not fall below it.
-    """
-
-    name: str
-    value: float
-    bar: float | None = None
-    at_most: bool = False
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the value reaches the bar; `None` without one."""
-        if self.bar is None:
-            return None
-        return self.value <= self.bar if self.at_most else self.value >= self.bar
-
-    def as_dict(self) -> dict[str, Any]:
-        """`{"name", "value", "bar", "holds"}` for a report; the value has four decimal places."""
-        return {"name": self.name, "value": round(self.value, 4), "bar": self.bar, "holds": self.holds}
-
-
-def figure_table(figures: Sequence[Figure]) -> str:
-    """The figures as a table for people, one a line, with the bar beside each."""
-    width = max((len(figure.name) for figure in figures), default=0)
-    lines = [f"{'':{width}}  {'value':>10}  {'bar':>9}  holds"]
-    for figure in figures:
-        bar = "" if figure.bar is None else f"{'<=' if figure.at_most else '>='} {figure.bar:g}"
-        holds = {None: "", True: "yes", False: "NO"}[figure.holds]
-        lines.append(f"{figure.name:{width}}  {figure.value:10.3f}  {bar:>9}  {holds}".rstrip())
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -145,32 +108,6 @@ class SpeedUp:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Where the time of a call goes, in seconds.
-
-    Args:
-        time_to_first_token (`float`): From the call until the first token of the response is decoded (TTFT). Tokens
-            that a block-diffusion model decodes earlier, but further on, do not count.
-        prefill (`float`): The first forward. It reads the prompt; a block-diffusion model's already decodes with it.
-        decode (`float`): The other forwards.
-        sampling (`float`): Choosing tokens from logits, logits processors included. In a model that does not do this
-            in a method `_predict`, such as an autoregressive one, it is 0 and part of `host`.
-        host (`float`): The rest of the call: preparing it, composing windows, applying the rules, building the output.
-    """
-
-    time_to_first_token: float
-    prefill: float
-    decode: float
-    sampling: float
-    host: float
-
-    @property
-    def seconds(self) -> float:
-        """The whole call: prefill + decode + sampling + host."""
-        return self.prefill + self.decode + self.sampling + self.host
-
-
-@dataclass(frozen=True)
 class BatchMeasurement:
     """One call of `generate` with a batch of prompts.
 
@@ -245,18 +182,6 @@ def speed_up(measurements: Sequence[Measurement], baseline: Sequence[Measurement
     return SpeedUp(of_totals=totals, median=statistics.median(ratios))
 
 
-def mean_stages(stages: Sequence[Stages]) -> Stages:
-    """The mean over calls of each stage, and of the time to the first token.
-
-    Raises:
-        ValueError: without stages.
-    """
-    if not stages:
-        raise ValueError("`stages` must hold the stages of at least one call, got none. Measure at least one prompt.")
-    names = [part.name for part in fields(Stages)]
-    return Stages(**{name: statistics.fmean(getattr(s, name) for s in stages) for name in names})
-
-
 def batch_tokens_per_second(measurements: Sequence[BatchMeasurement]) -> float:
     """All response tokens / all wall time of several batches.
 
@@ -293,7 +218,7 @@ def measure(
     Raises:
         ValueError: for a prompt that is a batch.
     """
-    _check_single_rows(prompts)
+    check_single_rows(prompts)
     for prompt in prompts[:warm_up]:
         for system in systems.values():
             measure_one(system, prompt)
@@ -308,14 +233,57 @@ def measure(
 
 def measure_one(system: System, prompt: Mapping[str, torch.Tensor]) -> Measurement:
     """Answers one prompt and times it."""
-    output, seconds = timed_generate(system, prompt)
-    generated = output.sequences[0, prompt["input_ids"].shape[1] :].tolist()
-    forwards = getattr(output, "num_forward_passes", None)
-    return Measurement(
-        response_ids=response_tokens(generated, eos_token_ids(system)),
-        num_forward_passes=len(generated) if forwards is None else int(forwards[0]),
-        seconds=seconds,
-    )
+    (response_ids,), (num_forward_passes,), seconds = _answer(system, prompt)
+    return Measurement(response_ids, num_forward_passes, seconds)
+
+
+def answer_in_batches(
+    system: System,
+    prompts: Sequence[Mapping[str, torch.Tensor]],
+    pad_token_id: int,
+    batch_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """All prompts answered by one system, so many at a time, without a clock. The last batch may be smaller.
+
+    Args:
+        system (`System`): What answers.
+        prompts (`Sequence[Mapping[str, torch.Tensor]]`): As for [`measure`]. A batch is padded at the left.
+        pad_token_id (`int`): The token that pads.
+        batch_size (`int`): Prompts per call.
+        progress (`Callable[[int, int], None]`, *optional*): Called with (prompts done, prompts in all) after each
+            call.
+
+    Returns:
+        `tuple[list[list[int]], list[int]]`: For each prompt the response up to and including its first EOS, and the
+            forwards that its row took part in.
+
+    Raises:
+        ValueError: for a prompt that is a batch, or a batch size below 1.
+    """
+    check_single_rows(prompts)
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}. 1 answers the prompts one by one.")
+    response_ids: list[list[int]] = []
+    num_forward_passes: list[int] = []
+    for first in range(0, len(prompts), batch_size):
+        rows, forwards, _ = _answer(system, left_padded(prompts[first : first + batch_size], pad_token_id))
+        response_ids += rows
+        num_forward_passes += forwards
+        if progress is not None:
+            progress(len(response_ids), len(prompts))
+    return response_ids, num_forward_passes
+
+
+def _answer(system: System, inputs: Mapping[str, torch.Tensor]) -> tuple[list[list[int]], list[int], float]:
+    """One call with prompts `(B, L)`: the response and the forwards of each row, and the seconds."""
+    output, seconds = timed_generate(system, inputs)
+    num_forward_passes = getattr(output, "num_forward_passes", None)
+    if num_forward_passes is None:  # an autoregressive model
+        forwards = [output.sequences.shape[1] - inputs["input_ids"].shape[1]] * len(output.sequences)
+    else:
+        forwards = num_forward_passes.tolist()
+    return responses(system, inputs, output), forwards, seconds
 
 
 def measure_batches(
@@ -345,7 +313,7 @@ def measure_batches(
     Raises:
         ValueError: for a prompt that is a batch, or if a batch size does not divide the number of prompts.
     """
-    _check_single_rows(prompts)
+    check_single_rows(prompts)
     for size in batch_sizes:
         if size < 1 or not prompts or len(prompts) % size:
             raise ValueError(
@@ -365,9 +333,7 @@ def measure_batches(
                 timed_generate(system, batch)
         for batch in of_size:
             for name, system in systems.items():
-                output, seconds = timed_generate(system, batch)
-                generated = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
-                rows = [response_tokens(row, eos_token_ids(system)) for row in generated]
+                rows, _, seconds = _answer(system, batch)
                 measurements[name][size].append(BatchMeasurement(rows, seconds))
             done += 1
             if progress is not None:
@@ -387,117 +353,30 @@ def left_padded(prompts: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int
     return {"input_ids": torch.cat(ids), "attention_mask": torch.cat(masks)}
 
 
-def measure_stages(
-    systems: Mapping[str, System],
-    prompts: Sequence[Mapping[str, torch.Tensor]],
-    warm_up: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, list[Stages]]:
-    """Where the time of each system's calls goes, with batch size 1; the systems take turns as in [`measure`].
-
-    Looking costs time, so these calls are apart from those that make tokens per second. Each prompt is answered twice:
-    once up to its first token, with a streamer, which is told when that is decoded and ends the call; and once with
-    clocks around the forwards and `_predict`, which wait for an accelerator before they are read.
-
-    Args:
-        systems, prompts, warm_up, progress: As for [`measure`].
-
-    Returns:
-        `dict[str, list[Stages]]`: For each system its stages in the order of the prompts.
-
-    Raises:
-        ValueError: for a prompt that is a batch.
-    """
-    _check_single_rows(prompts)
-    for prompt in prompts[:warm_up]:
-        for system in systems.values():
-            _stages(system, prompt)
-    stages: dict[str, list[Stages]] = {name: [] for name in systems}
-    for number, prompt in enumerate(prompts, start=1):
-        for name, system in systems.items():
-            stages[name].append(_stages(system, prompt))
-        if progress is not None:
-            progress(number, len(prompts))
-    return stages
-
-
-class _FirstToken(Exception):
-    """Ends a call of `generate` when its first token is there."""
-
-
-class _FirstTokenStreamer(BaseStreamer):
-    def __init__(self):
-        self.is_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self.is_prompt:
-            raise _FirstToken
-        self.is_prompt = False
-
-    def end(self) -> None:
-        pass
-
-
-def _stages(system: System, prompt: Mapping[str, torch.Tensor]) -> Stages:
-    streaming = System(system.model, {**system.options, "streamer": _FirstTokenStreamer()})
-    wait_for(system.model.device)
-    start = time.perf_counter()
-    with contextlib.suppress(_FirstToken):
-        timed_generate(streaming, prompt)
-    time_to_first_token = time.perf_counter() - start
-
-    model = without_adapter(system.model)
-    forwards: list[float] = []
-    choices: list[float] = []
-
-    def clocked(method: Callable, seconds: list[float]) -> Callable:
-        def call(*args, **kwargs):
-            wait_for(model.device)
-            start = time.perf_counter()
-            result = method(*args, **kwargs)
-            wait_for(model.device)
-            seconds.append(time.perf_counter() - start)
-            return result
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced_method(model, "forward", lambda forward: clocked(forward, forwards)))
-        if hasattr(model, "_predict"):
-            stack.enter_context(replaced_method(model, "_predict", lambda predict: clocked(predict, choices)))
-        _, seconds = timed_generate(system, prompt)
-    prefill, decode, sampling = sum(forwards[:1]), sum(forwards[1:]), sum(choices)
-    return Stages(time_to_first_token, prefill, decode, sampling, host=seconds - prefill - decode - sampling)
-
-
-@contextlib.contextmanager
-def replaced_method(model: Any, name: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Puts `replacement(method)` in the place of the method `name` of this one `model` while the context lasts."""
-    method = getattr(model, name)
-    before = vars(model).get(name)  # another replacement
-    setattr(model, name, functools.wraps(method)(replacement(method)))  # `generate` reads the signature of `forward`
-    try:
-        yield
-    finally:
-        delattr(model, name)
-        if before is not None:
-            setattr(model, name, before)
-
-
-def without_adapter(model: Any) -> Any:
-    """The model itself where `model` is a `PeftModel`, which runs the model's own `generate` and `forward`."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def timed_generate(system: System, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, float]:
     """Calls `generate` with prompts `(B, L)`: the output and the seconds, on an accelerator until its work is done."""
     model = system.model
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     wait_for(model.device)
     start = time.perf_counter()
-    output = model.generate(**inputs, **system.options, return_dict_in_generate=True)
+    output = model.generate(**inputs, **{**system.options, "return_dict_in_generate": True})
     wait_for(model.device)
     return output, time.perf_counter() - start
+
+
+def responses(system: System, inputs: Mapping[str, torch.Tensor], output: Any) -> list[list[int]]:
+    """The response of each row of `inputs` in an `output` of `generate`, up to and including its first EOS.
+
+    Raises:
+        ValueError: if the output has another number of rows.
+    """
+    if len(output.sequences) != len(inputs["input_ids"]):
+        raise ValueError(
+            f"`system.options` must give one response for each prompt, got {len(output.sequences)} for "
+            f"{len(inputs['input_ids'])} prompts. Leave out `num_return_sequences`, and repeat the prompts instead."
+        )
+    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return [response_tokens(row, eos_token_ids(system)) for row in rows]
 
 
 def wait_for(device: torch.device) -> None:
@@ -506,8 +385,14 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _check_single_rows(prompts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def check_single_rows(prompts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raises a `ValueError` for a prompt that is not a single row `(1, L)`."""
     for prompt in prompts:
+        if prompt["input_ids"].dim() != 2:
+            raise ValueError(
+                f"Each of `prompts` must have `input_ids` of shape (1, L), got {tuple(prompt['input_ids'].shape)}. "
+                'A tokenizer gives them with return_tensors="pt".'
+            )
         if len(prompt["input_ids"]) != 1:
             raise ValueError(
                 f"Each of `prompts` must hold one row, got {len(prompt['input_ids'])}: they are measured one by one, "
@@ -517,7 +402,10 @@ def _check_single_rows(prompts: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 def eos_token_ids(system: System) -> list[int]:
     """The tokens that end a response of a system: those of its options, else those of its model."""
-    eos = system.options.get("eos_token_id", system.model.generation_config.eos_token_id)
+    eos = system.model.generation_config.eos_token_id
+    if getattr(system.options.get("generation_config"), "eos_token_id", None) is not None:
+        eos = system.options["generation_config"].eos_token_id
+    eos = system.options.get("eos_token_id", eos)
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)

@@ -1,4 +1,4 @@
-"""From examples to batches: `tokenize_example` gives token ids and prompt length, `D2FDataCollator` a batch of them.
+"""From examples to clean batches: `tokenize_example` gives token ids and prompt length, `D2FDataCollator` a batch.
 
 A prompt is never part of the loss. A response goes up to and including its end-of-sequence token (EOS), and, as LLaDA
 and D2F are trained, further EOS tokens follow it that belong to the sequence and to the loss: a model that denoises
@@ -7,40 +7,38 @@ whole blocks has to say what stands behind the end. What is left of a batch is p
 
 # B batch, L sequence, K block size
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from d2f_hf.noising import mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
-
 EOS_TAILS = ("batch", "block", "none")
 
 
 def tokenize_example(
-    example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+    example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None
 ) -> dict[str, Any]:
     r"""
     Token ids of an example and how many of them are its prompt. Made for `dataset.map`.
 
     Three kinds of examples, told apart by their keys in this order:
 
-    - `input_ids` and `prompt_length`: already tokenized, taken as they are.
+    - `input_ids` and `prompt_length`: already tokenized, and only cut at `max_length`.
     - `messages`: a chat whose last message, by the assistant, is the response. The prompt is what the chat template
       renders of the others with `add_generation_prompt=True`, as at inference.
     - `prompt` and `completion`: two strings. Their tokens are put one after the other, without a template and without
       special tokens, so a prompt has to be tokenized with `add_special_tokens=False` at inference too.
 
-    In the last two cases the response ends at its first EOS, and one is appended where there is none.
+    In the last two cases the response ends at its first EOS, and one is appended where there is none. A key whose
+    value is `None` counts as missing.
 
     Args:
         example (`Mapping[str, Any]`):
             The example.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer with an EOS token; with a chat template for `messages`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Tokenizer with an EOS token; with a chat template for `messages`. Not used for `input_ids`.
         max_length (`int`, *optional*):
             Longest result in tokens. A longer response is cut; it then has no EOS, and gets no EOS tail in a batch.
 
@@ -51,9 +49,16 @@ def tokenize_example(
         ValueError: If keys are missing, the prompt or the response is empty, the last message is not the assistant's,
             the tokenizer has no EOS token or no chat template, or the prompt leaves no room below `max_length`.
     """
+    # Columns of a dataset of mixed examples are `None` where an example lacks them.
+    example = {key: value for key, value in example.items() if value is not None}
     if "input_ids" in example:
         input_ids, prompt_length = _tokenized(example)
     else:
+        if tokenizer is None:
+            raise ValueError(
+                "`processing_class` must be a tokenizer for a dataset that is not tokenized, got None. "
+                "Pass the tokenizer, or map the dataset with `tokenize_example`."
+            )
         if "messages" in example:
             prompt, response = _render_messages(example["messages"], tokenizer)
         elif "prompt" in example and "completion" in example:
@@ -139,6 +144,104 @@ def _end_with_eos(response_ids: list[int], tokenizer: PreTrainedTokenizerBase) -
     return response_ids + [eos_token_id]
 
 
+def tokenize_dataset(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None, name: str = "dataset"
+) -> Any:
+    r"""
+    A dataset whose examples are results of [`tokenize_example`]. One that already is so is returned as it is.
+
+    Args:
+        dataset:
+            A `datasets.Dataset`, which is tokenized at once; a `datasets.IterableDataset`, tokenized as it is read; a
+            dataset of torch or a list of examples, tokenized as it is read; a dictionary of those; or `None`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer. Needed unless the dataset is tokenized.
+        max_length (`int`, *optional*):
+            Longest example in tokens. Responses are cut there, also those of tokenized examples.
+        name (`str`):
+            The dataset's name in error messages.
+
+    Raises:
+        ValueError: If it is no dataset, or an example cannot be tokenized. Where the examples are not read at once,
+            the first one is tried.
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):
+        return {
+            key: tokenize_dataset(part, tokenizer, max_length, f"{name}[{key!r}]") for key, part in dataset.items()
+        }
+    options = {"tokenizer": tokenizer, "max_length": max_length}
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if hasattr(dataset, "map") and hasattr(dataset, "column_names"):
+        is_streamed = not hasattr(dataset, "__getitem__") or is_iterable
+        first = next(iter(dataset), None)
+        columns = dataset.column_names or list(first or ())
+        if first is None or not _must_change(first, options, name):
+            return dataset
+        # What is in a tokenized dataset besides, such as the lengths to group by, stays.
+        removed = None if "input_ids" in columns else columns
+        progress_bar = {} if is_streamed else {"desc": "Tokenizing"}
+        return dataset.map(tokenize_example, fn_kwargs=options, remove_columns=removed, **progress_bar)
+    if is_iterable:  # it may be a stream that can be read only once, so its first example is not tried
+        return _TokenizedStream(dataset, options)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"`{name}` must be a dataset of `datasets` or torch, or a list of examples, got a "
+            f"{type(dataset).__name__}. `datasets.IterableDataset.from_generator` makes one of a generator function."
+        )
+    if len(dataset) == 0 or not _must_change(dataset[0], options, name):
+        return dataset
+    return _TokenizedRows(dataset, options)
+
+
+def _must_change(example: Any, options: dict[str, Any], name: str) -> bool:
+    """Whether examples like this one have to be tokenized or cut. Errors of the first example come before training."""
+    if not isinstance(example, Mapping):
+        raise ValueError(
+            f"The examples of `{name}` must be dictionaries, got a {type(example).__name__}. Give them `prompt` and "
+            "`completion`, or `messages`, or `input_ids` and `prompt_length`."
+        )
+    is_tokenized = example.get("input_ids") is not None
+    if is_tokenized and options["max_length"] is None:
+        _tokenized(example)
+        return False
+    tokenize_example(example, **options)
+    return True
+
+
+class _TokenizedRows(torch.utils.data.Dataset):
+    """A dataset of torch, or a list, whose examples are tokenized as they are read."""
+
+    def __init__(self, dataset: Any, options: dict[str, Any]):
+        self.dataset, self.options = dataset, options
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return tokenize_example(self.dataset[index], **self.options)
+
+
+class _TokenizedStream(torch.utils.data.IterableDataset):
+    """An iterable dataset of torch whose examples are tokenized as they are read."""
+
+    def __init__(self, dataset: Any, options: dict[str, Any]):
+        self.dataset, self.options = dataset, options
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # a TypeError where the stream has no length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for example in self.dataset:
+            yield tokenize_example(example, **self.options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes on what the `DataLoader` of accelerate says at the start of an epoch."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
 @dataclass
 class D2FDataCollator:
     r"""
@@ -173,8 +276,8 @@ class D2FDataCollator:
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"`block_size` must be at least 1, got {self.block_size}.")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"`block_size` must be at least 1, and an integer, got {self.block_size!r}.")
         if self.eos_tail not in EOS_TAILS:
             raise ValueError(f"`eos_tail` must be one of {EOS_TAILS}, got {self.eos_tail!r}.")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -216,15 +319,16 @@ class D2FDataCollator:
         # 2. The rest is padding.
         width = longest + -longest % (self.pad_to_multiple_of or 1)
         pad_token_id = self.eos_token_id if self.pad_token_id is None else self.pad_token_id
-        input_ids = torch.full((len(rows), width), pad_token_id)  # [B, L]
+        input_ids = torch.full((len(rows), width), pad_token_id, device="cpu")  # [B, L]
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            input_ids[index, : len(row)] = torch.tensor(row)
+            input_ids[index, : len(row)] = torch.tensor(row, device="cpu")
             input_ids[index, len(row) : length] = self.eos_token_id
-        attention_mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()  # [B, L]
+        position = torch.arange(width, device="cpu")
+        attention_mask = (position < torch.tensor(lengths, device="cpu")[:, None]).long()  # [B, L]
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "prompt_lengths": torch.tensor(prompt_lengths),
+            "prompt_lengths": torch.tensor(prompt_lengths, device="cpu"),
         }
 
     @staticmethod
@@ -241,117 +345,3 @@ class D2FDataCollator:
                 f"got {prompt_length} of {len(input_ids)} tokens. Leave the example out."
             )
         return input_ids, prompt_length
-
-
-@dataclass
-class D2FNoisingCollator:
-    r"""
-    A batch with noise: masks response tokens as the objective asks, and keeps what the loss needs to know about it.
-
-    The noise of a row follows from `seed`, `epoch` and the row's own tokens. So a resumed run goes on with the same
-    noise and a row is masked in the same way whatever process or batch it is in. (The exception: the ratios of
-    `"masked_diffusion"` are spread evenly over a batch, see [`~noising.random_mask_ratio`].)
-
-    Args:
-        collate (`D2FDataCollator`):
-            Makes the clean batch.
-        objective (`str`):
-            `"distillation"`: ratios that rise from block to block (Algorithm 1, lines 4-5). `"masked_diffusion"`: one
-            ratio for the whole response.
-        mask_token_id (`int`):
-            Id that stands for a masked token.
-        mask_ratio_low (`float`), mask_ratio_high (`float`):
-            Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
-            (low, high].
-        decoding_probability (`float`, *optional*, defaults to 0.0):
-            Share of the rows that look as in decoding. `"distillation"`: the blocks before a uniformly drawn one are
-            clean, and the ratios rise from there. `"masked_diffusion"`: up to a uniformly drawn place the response is
-            clean, the next `block_size` tokens are masked with the row's ratio, and the rest is masked and not in the
-            loss.
-        causal_probability (`float`, *optional*, defaults to 0.0):
-            For `"masked_diffusion"` of a model whose logits are one position ahead: share of the rows with nothing
-            masked and causal attention, on which each token is predicted from those before it.
-        seed (`int`, *optional*, defaults to 0):
-            Seed of the noise.
-        epoch (`int`, *optional*, defaults to 0):
-            Set by the trainer, so that each epoch has other noise.
-    """
-
-    collate: D2FDataCollator
-    objective: str
-    mask_token_id: int
-    mask_ratio_low: float
-    mask_ratio_high: float
-    decoding_probability: float = 0.0
-    causal_probability: float = 0.0
-    seed: int = 0
-    epoch: int = 0
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        r"""
-        Collates and masks.
-
-        Returns:
-            `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`,
-            `prompt_lengths` `[B]`, `is_causal` `[B]` bool, `is_masked` `[B, L]` bool (the tokens to predict),
-            `mask_ratios` `[B, L]`, and `labels` `[B, L]`: the true tokens the loss is averaged over (distillation:
-            those to predict; masked diffusion: all that could have been), -100 elsewhere.
-        """
-        batch = self.collate(features)
-        input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
-        sequence_length, block_size = input_ids.shape[1], self.collate.block_size
-        lengths = batch["attention_mask"].sum(-1)
-        position = torch.arange(sequence_length)
-        in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
-        in_loss, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool)
-        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
-        ratios = torch.zeros(input_ids.shape)
-        generators = [self._generator(list(feature["input_ids"])) for feature in features]
-        if self.objective == "masked_diffusion":
-            of_batch = self._generator([-1, *features[0]["input_ids"]])
-            spread = random_mask_ratio(len(input_ids), generator=of_batch)
-            row_ratios = self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * spread  # [B]
-        for b, generator in enumerate(generators):
-            response_length = lengths[b] - prompt_lengths[b]
-            if self.objective == "masked_diffusion":
-                block_ratios = row_ratios[b].expand(1, -(-int(response_length) // block_size))
-            else:
-                block_ratios = rising_mask_ratios(
-                    -(-response_length[None] // block_size),
-                    low=self.mask_ratio_low,
-                    high=self.mask_ratio_high,
-                    generator=generator,
-                )  # [1, N]
-            is_decoding, where = torch.rand(2, generator=generator)
-            ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
-            if is_decoding < self.decoding_probability and self.objective == "masked_diffusion":
-                start = prompt_lengths[b] + (where * response_length).long()
-                ratios[b, :start] = 0.0
-                ratios[b, start + block_size :] = 1.0
-                in_loss[b] &= (position >= start) & (position < start + block_size)
-            elif is_decoding < self.decoding_probability:
-                clean = (where * block_ratios.shape[1]).long() * block_size
-                ratios[b] = torch.cat([torch.zeros(int(clean)), ratios[b]])[:sequence_length]
-            row = slice(b, b + 1)
-            noisy_ids[row], is_masked[row] = mask_tokens(
-                input_ids[row], in_response[row], ratios[row], self.mask_token_id, generator
-            )
-            is_causal[b] = torch.rand((), generator=generator) < self.causal_probability
-            if is_causal[b]:
-                noisy_ids[b], ratios[b] = input_ids[b], 1.0
-                in_loss[b] = is_masked[b] = in_response[b]
-        is_masked &= in_loss
-        counted = is_masked if self.objective == "distillation" else in_loss
-        return {
-            "input_ids": noisy_ids,
-            "attention_mask": batch["attention_mask"],
-            "prompt_lengths": prompt_lengths,
-            "is_masked": is_masked,
-            "mask_ratios": ratios,
-            "is_causal": is_causal,
-            "labels": input_ids.masked_fill(~counted, -100),
-        }
-
-    def _generator(self, tokens: list[int]) -> torch.Generator:
-        text = f"{self.seed} {self.epoch} {tokens}"
-        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)

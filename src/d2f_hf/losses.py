@@ -1,4 +1,8 @@
-"""The training objectives, over the masked tokens of a batch: distillation (D2F) and masked diffusion (LLaDA)."""
+"""The training objectives, over the masked tokens of a batch: distillation (D2F) and masked diffusion (LLaDA).
+
+Each is made of a loss per token, a weight and a mean. `D2FTrainer` puts these parts together itself, because it logs
+them too.
+"""
 
 # M masked tokens of the batch, V vocabulary
 
@@ -46,13 +50,8 @@ def distillation_loss(
     Raises:
         ValueError: If shapes differ, a ratio is not above 0, or `divergence` or `weighting` is unknown.
     """
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"`weighting` must be one of {WEIGHTINGS}, got {weighting!r}.")
-    _check_mask_ratios(mask_ratios, student_logits)
     per_token = token_divergence(student_logits, teacher_logits, divergence)  # [M]
-    if weighting == "inverse_mask_ratio":
-        per_token = per_token / mask_ratios
-    return _mean(per_token, num_items)
+    return mean_loss(weighted(per_token, mask_ratios, weighting), num_items)
 
 
 def token_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor, divergence: str) -> torch.Tensor:
@@ -96,7 +95,12 @@ def token_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
 
 
 def masked_diffusion_loss(
-    logits: torch.Tensor, targets: torch.Tensor, mask_ratios: torch.Tensor, *, num_items: int | torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask_ratios: torch.Tensor,
+    *,
+    num_items: int | torch.Tensor,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     r"""
     LLaDA's masked-diffusion objective (Eq. 3 of arXiv 2502.09992): masked tokens' cross-entropy / t over `num_items`.
@@ -114,6 +118,8 @@ def masked_diffusion_loss(
         num_items (`int` or `torch.Tensor`):
             Number of *maskable* response tokens, masked or not, of the whole (accumulated, distributed) batch.
             A count of 0 divides by 1.
+        label_smoothing (`float`, *optional*, defaults to 0.0):
+            See [`~losses.token_cross_entropy`].
 
     Returns:
         `torch.Tensor`: float32 scalar. Without any masked token it is 0 and can still be differentiated.
@@ -121,20 +127,59 @@ def masked_diffusion_loss(
     Raises:
         ValueError: If shapes do not fit together or a ratio is not above 0.
     """
+    per_token = token_cross_entropy(logits, targets, label_smoothing)  # [M]
+    return mean_loss(weighted(per_token, mask_ratios, "inverse_mask_ratio"), num_items)
+
+
+def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    r"""
+    The cross-entropy to the true token at each masked token.
+
+    Args:
+        logits (`torch.Tensor` of shape `[M, V]`):
+            Logits at the masked tokens, in any dtype.
+        targets (`torch.Tensor` of shape `[M]`, integer):
+            The tokens that were masked.
+        label_smoothing (`float`, *optional*, defaults to 0.0):
+            Share of the target's probability that is spread evenly over the vocabulary.
+
+    Returns:
+        `torch.Tensor` of shape `[M]`, float32, in nats.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(
             f"`logits` must have shape [M, V] and `targets` [M], got {list(logits.shape)} and {list(targets.shape)}. "
             "Select the masked tokens with `logits[is_masked]` and `input_ids[is_masked]`."
         )
-    _check_mask_ratios(mask_ratios, logits)
-    per_token = F.cross_entropy(logits.float(), targets, reduction="none") / mask_ratios  # [M]
-    return _mean(per_token, num_items)
+    return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=label_smoothing)
 
 
-def _check_mask_ratios(mask_ratios: torch.Tensor, logits: torch.Tensor) -> None:
-    if mask_ratios.shape != logits.shape[:1]:
+def weighted(per_token: torch.Tensor, mask_ratios: torch.Tensor, weighting: str) -> torch.Tensor:
+    r"""
+    Losses of masked tokens, weighted: divided by their mask ratios (`"inverse_mask_ratio"`) or as they are.
+
+    Args:
+        per_token (`torch.Tensor` of shape `[M]`):
+            The losses.
+        mask_ratios (`torch.Tensor` of shape `[M]`):
+            The mask ratio that each of these tokens was masked with, in (0, 1].
+        weighting (`str`):
+            `"inverse_mask_ratio"` or `"uniform"`.
+
+    Returns:
+        `torch.Tensor` of shape `[M]`.
+
+    Raises:
+        ValueError: If `weighting` is unknown, shapes differ or a ratio is not above 0.
+    """
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"`weighting` must be one of {WEIGHTINGS}, got {weighting!r}.")
+    if mask_ratios.shape != per_token.shape:
         raise ValueError(
-            f"`mask_ratios` must have one entry per masked token ({logits.shape[0]}), got {list(mask_ratios.shape)}. "
+            f"`mask_ratios` must have one entry per masked token ({len(per_token)}), got {list(mask_ratios.shape)}. "
             "Select the masked tokens with `token_mask_ratios[is_masked]`."
         )
     if (mask_ratios <= 0).any():
@@ -142,9 +187,11 @@ def _check_mask_ratios(mask_ratios: torch.Tensor, logits: torch.Tensor) -> None:
             f"`mask_ratios` must be above 0, got {mask_ratios.min():.4g}: a token with that ratio is never masked. "
             "Select the masked tokens with `token_mask_ratios[is_masked]`."
         )
+    return per_token / mask_ratios if weighting == "inverse_mask_ratio" else per_token
 
 
-def _mean(per_token: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+def mean_loss(per_token: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of the losses of masked tokens `[M]`, divided by `num_items`: by M if not given, and by 1 if 0."""
     if num_items is None:
         num_items = len(per_token)
     # The clamp keeps a batch without masked tokens at 0 / 1; on a tensor it needs no host sync.

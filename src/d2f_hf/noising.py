@@ -6,11 +6,20 @@ Discrete diffusion forcing masks the response blocks of one sequence with ratios
     mask_ratios = rising_mask_ratios(num_blocks)                                     # or random_mask_ratio(batch_size)
     ratios = token_mask_ratios(mask_ratios, prompt_lengths, sequence_length, block_size)
     noisy_ids, is_masked = mask_tokens(input_ids, maskable, ratios, mask_token_id)
+
+`D2FNoisingCollator` does this to the batches of `D2FDataCollator`.
 """
 
 # B batch, L sequence, N blocks of the longest row, K block size
 
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+
+from d2f_hf.data import D2FDataCollator
 
 
 def rising_mask_ratios(
@@ -204,3 +213,168 @@ def _uniform(
     """Draws from U[0, 1) on the generator's own device, so that a CPU generator gives the same noise everywhere."""
     source = device if generator is None else generator.device
     return torch.rand(shape, device=source, generator=generator).to(device)
+
+
+class D2FNoisingCollator:
+    r"""
+    A batch with noise: masks response tokens as the objective asks, and keeps what the loss needs to know about it.
+
+    The noise of a row follows from `seed`, `epoch` and the row's own tokens. So a resumed run goes on with the same
+    noise, and a row is masked in the same way whatever process or batch it is in. There are two exceptions: EOS tails
+    that reach to the end of the longest row of the batch, and the ratios of `"masked_diffusion"`, which cover their
+    range evenly within a batch. [`~D2FNoisingCollator.for_evaluation`] has neither.
+
+    Args:
+        collate (`D2FDataCollator`):
+            Makes the clean batch.
+        objective (`str`):
+            `"distillation"`: ratios that rise from block to block (Algorithm 1, lines 4-5). `"masked_diffusion"`: one
+            ratio for the whole response.
+        mask_token_id (`int`):
+            Id that stands for a masked token.
+        mask_ratio_low (`float`), mask_ratio_high (`float`):
+            Bounds of the ratios, see [`~noising.rising_mask_ratios`]; those of `"masked_diffusion"` are uniform in
+            (low, high].
+        decoding_probability (`float`, *optional*, defaults to 0.0):
+            Share of the rows that look as in decoding. `"distillation"`: the blocks before a uniformly drawn one are
+            clean, and the ratios rise from there. `"masked_diffusion"`: up to a uniformly drawn position the response
+            is clean, the next `block_size` tokens are masked with the row's ratio, and the rest is masked and not in
+            the loss.
+        causal_probability (`float`, *optional*, defaults to 0.0):
+            For `"masked_diffusion"` of a model whose logits are one position ahead: share of the rows with nothing
+            masked and causal attention, on which each token is predicted from those before it.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the noise.
+        epoch (`int`, *optional*, defaults to 0):
+            Set by the trainer, so that each epoch has other noise. Copies of the collator in the worker processes of
+            a `DataLoader` see it change, also where the workers outlive an epoch.
+        stratified (`bool`, *optional*, defaults to `True`):
+            Whether the ratios of `"masked_diffusion"` cover their range evenly within a batch, see
+            [`~noising.random_mask_ratio`]. `False` draws each from the row alone.
+    """
+
+    def __init__(
+        self,
+        collate: D2FDataCollator,
+        *,
+        objective: str,
+        mask_token_id: int,
+        mask_ratio_low: float,
+        mask_ratio_high: float,
+        decoding_probability: float = 0.0,
+        causal_probability: float = 0.0,
+        seed: int = 0,
+        epoch: int = 0,
+        stratified: bool = True,
+    ):
+        self.collate = collate
+        self.objective = objective
+        self.mask_token_id = mask_token_id
+        self.mask_ratio_low = mask_ratio_low
+        self.mask_ratio_high = mask_ratio_high
+        self.decoding_probability = decoding_probability
+        self.causal_probability = causal_probability
+        self.seed = seed
+        self.stratified = stratified
+        # In shared memory, as `datasets.IterableDataset` does it, because persistent workers get the collator once.
+        self._epoch = torch.tensor(epoch, device="cpu").share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the noise is of."""
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+    def for_evaluation(self) -> "D2FNoisingCollator":
+        r"""
+        A collator for evaluation, where the noise of a row depends on `seed` and its tokens alone.
+
+        It stays at epoch 0. What a batch does to its rows is left out: ratios are not stratified, and where EOS tokens
+        would follow a response to the end of the longest row (`eos_tail="batch"`) they only fill its last block.
+        """
+        other = copy.copy(self)
+        other.collate = copy.copy(self.collate)
+        if getattr(other.collate, "eos_tail", None) == "batch":
+            other.collate.eos_tail = "block"
+        other.stratified = False
+        other._epoch = torch.tensor(0, device="cpu")
+        return other
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        r"""
+        Collates and masks.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`,
+            `prompt_lengths` `[B]`, `is_causal` `[B]` bool, `is_masked` `[B, L]` bool (the tokens to predict),
+            `mask_ratios` `[B, L]`, and `labels` `[B, L]`: the true tokens the loss is averaged over (distillation:
+            those to predict; masked diffusion: all that could have been), -100 elsewhere.
+        """
+        batch = self.collate(features)
+        input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
+        sequence_length, block_size = input_ids.shape[1], self.collate.block_size
+        lengths = batch["attention_mask"].sum(-1)
+        position = torch.arange(sequence_length, device="cpu")
+        in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+        in_loss, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
+        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
+        ratios = torch.zeros(input_ids.shape, device="cpu")
+        token_ids = [[int(token) for token in feature["input_ids"]] for feature in features]
+        generators = [self._generator(tokens) for tokens in token_ids]
+        row_ratios = self._row_ratios(token_ids) if self.objective == "masked_diffusion" else None  # [B]
+        for b, generator in enumerate(generators):
+            response_length = lengths[b] - prompt_lengths[b]
+            if row_ratios is not None:
+                block_ratios = row_ratios[b].expand(1, -(-int(response_length) // block_size))
+            else:
+                block_ratios = rising_mask_ratios(
+                    -(-response_length[None] // block_size),
+                    low=self.mask_ratio_low,
+                    high=self.mask_ratio_high,
+                    generator=generator,
+                )  # [1, N]
+            is_decoding, where = torch.rand(2, generator=generator, device="cpu")
+            ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
+            if is_decoding < self.decoding_probability and row_ratios is not None:
+                start = prompt_lengths[b] + (where * response_length).long()
+                ratios[b, :start] = 0.0
+                ratios[b, start + block_size :] = 1.0
+                in_loss[b] &= (position >= start) & (position < start + block_size)
+            elif is_decoding < self.decoding_probability:
+                num_clean = int(where * block_ratios.shape[1]) * block_size
+                ratios[b] = torch.nn.functional.pad(ratios[b], (num_clean, 0))[:sequence_length]
+            row = slice(b, b + 1)
+            noisy_ids[row], is_masked[row] = mask_tokens(
+                input_ids[row], in_response[row], ratios[row], self.mask_token_id, generator
+            )
+            is_causal[b] = torch.rand((), generator=generator, device="cpu") < self.causal_probability
+            if is_causal[b]:
+                noisy_ids[b], ratios[b] = input_ids[b], 1.0
+                in_loss[b] = is_masked[b] = in_response[b]
+        is_masked &= in_loss
+        counted = is_masked if self.objective == "distillation" else in_loss
+        return {
+            "input_ids": noisy_ids,
+            "attention_mask": batch["attention_mask"],
+            "prompt_lengths": prompt_lengths,
+            "is_masked": is_masked,
+            "mask_ratios": ratios,
+            "is_causal": is_causal,
+            "labels": input_ids.masked_fill(~counted, -100),
+        }
+
+    def _row_ratios(self, token_ids: list[list[int]]) -> torch.Tensor:
+        """The ratio of each row, `[B]`, for masked diffusion."""
+        if self.stratified:
+            draws = random_mask_ratio(len(token_ids), generator=self._generator([-1, *token_ids[0]]))
+        else:
+            draws = torch.cat([random_mask_ratio(1, generator=self._generator([-1, *row])) for row in token_ids])
+        return self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * draws
+
+    def _generator(self, tokens: list[int]) -> torch.Generator:
+        text = f"{self.seed} {self.epoch} {tokens}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return torch.Generator(device="cpu").manual_seed(seed)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from d2f_hf.data import EOS_TAILS
 from d2f_hf.losses import DIVERGENCES, WEIGHTINGS
 
 OBJECTIVES = ("distillation", "masked_diffusion")
@@ -16,18 +17,25 @@ class D2FTrainingArguments(TrainingArguments):
     r"""
     The arguments of [`D2FTrainer`]: those of `TrainingArguments`, and the following.
 
+    Those of `TrainingArguments` work as there, with these exceptions. `remove_unused_columns`, `label_names`,
+    `use_liger_kernel` and a `parallelism_config` that splits sequences are refused. `label_smoothing_factor` smooths
+    the true tokens, so for distillation it needs a `label_weight`. `use_cache` has no effect.
+
     Args:
         objective (`str`, *optional*, defaults to `"distillation"`):
             `"distillation"`: the asymmetric distillation of D2F (Algorithm 1 of arXiv 2508.09192).
             `"masked_diffusion"`: LLaDA's own objective (arXiv 2502.09992), which makes a bidirectional teacher.
         block_size (`int`, *optional*):
-            Tokens per response block K; the model's `config.block_size` by default.
+            Tokens per response block K; the model's `config.block_size` by default. Distillation with another one
+            writes it into the model's configuration when it starts, so that the model is saved with what it was
+            trained for.
         max_length (`int`, *optional*):
-            Longest prompt and response together, in tokens; responses are cut there. No limit by default.
+            Longest prompt and response together, in tokens; responses are cut there, also those of datasets that are
+            tokenized already. No limit by default.
         mask_ratio_low (`float`, *optional*), mask_ratio_high (`float`, *optional*):
             Bounds of the mask ratios: 0.2 and 0.7 by default for distillation, 0 and 1 for masked diffusion.
         decoding_probability (`float`, *optional*, defaults to 0.0):
-            Share of the rows that look as in decoding: clean up to some place, noisy from there. See
+            Share of the rows that look as in decoding: clean up to some position, noisy from there. See
             [`D2FNoisingCollator`].
         causal_probability (`float`, *optional*, defaults to 0.0):
             For masked diffusion of a model that starts from an autoregressive one: share of the rows that are trained
@@ -40,7 +48,8 @@ class D2FTrainingArguments(TrainingArguments):
             For distillation: weight w of the true tokens. The loss is (1 - w) times the divergence from the teacher
             plus w times the cross-entropy to the true tokens / mask ratio. Not in the paper.
         eos_tail (`str`, *optional*, defaults to `"batch"`):
-            How far EOS tokens follow a response, see [`D2FDataCollator`].
+            How far EOS tokens follow a response, see [`D2FDataCollator`]. In evaluation `"batch"` means `"block"`, so
+            that the loss of a row does not depend on its batch.
 
     Raises:
         ValueError: If a value is unknown or out of range.
@@ -77,11 +86,34 @@ class D2FTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`weighting` must be one of {WEIGHTINGS}, got {self.weighting!r}. Leave it out for the default."
             )
+        if self.eos_tail not in EOS_TAILS:
+            raise ValueError(
+                f"`eos_tail` must be one of {EOS_TAILS}, got {self.eos_tail!r}. Leave it out for the default."
+            )
         if self.remove_unused_columns:
             raise ValueError(
                 "`remove_unused_columns` must be False, got True: it would drop the columns that the collator needs. "
                 "Leave it out."
             )
+        if self.label_names is None:
+            self.label_names = ["labels"]
+        if self.label_names != ["labels"]:
+            raise ValueError(
+                f"`label_names` must be ['labels'], got {self.label_names!r}: the labels are the tokens that were "
+                "masked, and are made with the noise. Leave it out."
+            )
+        if self.use_liger_kernel:
+            raise ValueError(
+                "`use_liger_kernel` must be False, got True: Liger has no kernels for block-diffusion models. "
+                "Leave it out."
+            )
+        for name in ("cp_size", "sp_size"):
+            size = getattr(self.parallelism_config, name, None)
+            if size is not None and size > 1:
+                raise ValueError(
+                    f"`parallelism_config.{name}` must be 1, got {size}: sequences cannot be split across devices, "
+                    "because the teacher's tokens see all of their sequence. Split parameters or data instead."
+                )
         low, high = DEFAULT_MASK_RATIOS[self.objective]
         self.mask_ratio_low = low if self.mask_ratio_low is None else self.mask_ratio_low
         self.mask_ratio_high = high if self.mask_ratio_high is None else self.mask_ratio_high
@@ -101,10 +133,22 @@ class D2FTrainingArguments(TrainingArguments):
             )
         if self.causal_probability > 0.0 and self.objective != "masked_diffusion":
             raise ValueError(
-                f"`causal_probability` (got {self.causal_probability}) has no meaning with "
+                f"`causal_probability` (got {self.causal_probability}) is not supported with "
                 f"objective={self.objective!r}. Leave it out."
             )
-        if self.block_size is not None and self.block_size < 1:
+        if not 0.0 <= self.label_smoothing_factor < 1.0:
             raise ValueError(
-                f"`block_size` must be at least 1, got {self.block_size}. Leave it out for the model's own."
+                f"`label_smoothing_factor` must be in [0, 1), got {self.label_smoothing_factor}. It is a share of "
+                "probability."
             )
+        if self.label_smoothing_factor > 0.0 and self.objective == "distillation" and self.label_weight == 0.0:
+            raise ValueError(
+                f"`label_smoothing_factor` (got {self.label_smoothing_factor}) has no effect on the divergence from "
+                "the teacher. Set `label_weight` above 0, which mixes in the true tokens, or leave it out."
+            )
+        for name, least, default in (("block_size", 1, "the model's own"), ("max_length", 2, "no limit")):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(
+                    f"`{name}` must be an integer of at least {least}, got {value!r}. Leave it out for {default}."
+                )

@@ -1,7 +1,7 @@
 """Compares the samplers of D2F on word problems: the score of each against its tokens per forward.
 
-    python examples/compare_samplers.py --report report.json
-    python examples/compare_samplers.py --samplers threshold credit --block-sizes 5 --seeds 3 4 5
+    python -m benchmarks.samplers --report report.json
+    python -m benchmarks.samplers --samplers threshold credit --block-sizes 5 --seeds 3 4 5
 
 The D2F student of the reference models answers test problems with each sampler at several settings: `threshold` is
 Algorithm 2 of the paper, the others are the arguments of this name of `D2FGenerationConfig` (`entropy_bound`, `factor`
@@ -11,7 +11,7 @@ They are answered in batches, in float32, so that a row does not depend on its b
 - score: percentage of problems whose final number is right; the mean over the seeds, and that of each.
 - TPF, tokens per forward: all response tokens, up to and including the EOS, / all forwards that the rows took.
 - cTPF, compute-weighted: the same / the branches that each forward reads; TPF where there is one.
-- AUP: `d2f_hf.metrics.accuracy_under_parallelism` of a sampler's settings at one block size, relative to the best
+- AUP: `metrics.accuracy_under_parallelism` of a sampler's settings at one block size, relative to the best
   score of all rows; cAUP is the same with cTPF.
 
 At the end stand the settings that dominate the default, which is threshold 0.9 at the model's own block size: at least
@@ -22,12 +22,8 @@ Prints tables, and as its last line on stdout one JSON object
 """
 
 import argparse
-import importlib
-import json
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,12 +31,12 @@ from typing import Any
 
 from transformers.utils import logging
 
-# d2f_hf itself is imported by the functions, because the reference models are to be loaded before it: see `load`.
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "reference_model"))
-bench = importlib.import_module("bench")
-reference_models = importlib.import_module("reference_models")
-word_problems = importlib.import_module("word_problems")
+from benchmarks.figures import progress, table, write_report
+from benchmarks.metrics import accuracy_under_parallelism, compute_weighted_tokens_per_forward
+from benchmarks.reference import load_models, score
+from d2f_hf.benchmarking import System, answer_in_batches
+from reference_models import HERE, MAX_NEW_TOKENS, ReferenceModels
+from word_problems import Problem, make_problems
 
 BATCH_SIZE = 32
 DEFAULT = ("threshold", {"confidence_threshold": 0.9})
@@ -91,14 +87,8 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft looks up an attribute under its old name
     start = time.perf_counter()
-    try:
-        models = reference_models.load(args.models, "float32")
-    except FileNotFoundError as error:
-        sys.exit(str(error))
-    from d2f_hf.benchmarking import environment
-
+    models = load_models(args.models, "float32")
     own_block_size = models.student.config.block_size
     settings = [
         (sampler, options, block_size)
@@ -108,12 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     if (*DEFAULT, own_block_size) not in settings:
         settings.insert(0, (*DEFAULT, own_block_size))
-    problems = [word_problems.make_problems("test", args.problems, seed) for seed in args.seeds]
-    report = bench.progress("settings")
+    problems = [make_problems("test", args.problems, seed) for seed in args.seeds]
+    done = progress("settings")
     rows = []
     for setting in settings:
         rows.append(measure(models, problems, *setting, max_new_tokens=args.max_new_tokens))
-        report(len(rows), len(settings))
+        done(len(rows), len(settings))
     default = rows[settings.index((*DEFAULT, own_block_size))]
     areas = areas_of(rows)
     dominating = dominating_rows(rows, default)
@@ -126,26 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_rows(dominating)
     else:
         print("No setting has at least its score on every seed and a higher cTPF.")
-    environment_of_run = {
-        **environment(models.student, repository=HERE),
-        "batch_size": BATCH_SIZE,
-        "problems": args.problems,
-        "seeds": args.seeds,
-        "max_new_tokens": args.max_new_tokens,
-        "minutes": round((time.perf_counter() - start) / 60, 1),
-        "command": " ".join(["compare_samplers.py", *(sys.argv[1:] if arguments is None else arguments)]),
-    }
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in environment_of_run.items()) + "\n")
-    result = {
+    report = {
         "rows": [as_dict(row) for row in rows],
         "areas": areas,
         "default": as_dict(default),
         "dominating": [as_dict(row) for row in dominating],
-        "environment": environment_of_run,
     }
-    if args.report is not None:
-        args.report.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    settings = {name: getattr(args, name) for name in ("problems", "seeds", "max_new_tokens")}
+    write_report(report, "samplers", arguments, models.student, start, args.report, batch_size=BATCH_SIZE, **settings)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -154,8 +132,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the problems")
     parser.add_argument("--samplers", choices=list(SETTINGS), nargs="+", default=list(SETTINGS), help="all by default")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[5, 8], help="the model's own is 5")
-    parser.add_argument("--max-new-tokens", type=int, default=bench.MAX_NEW_TOKENS, help="limit of a response")
-    parser.add_argument("--models", type=Path, default=reference_models.HERE, help="folder of the models")
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, help="limit of a response")
+    parser.add_argument("--models", type=Path, default=HERE, help="folder of the models")
     parser.add_argument("--report", type=Path, help="file that gets the JSON object too")
     args = parser.parse_args(arguments)
     for name in ("problems", "max_new_tokens"):
@@ -171,22 +149,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    models: Any,
-    problems: Sequence[Sequence[Any]],
+    models: ReferenceModels,
+    problems: Sequence[Sequence[Problem]],
     sampler: str,
     options: dict[str, Any],
     block_size: int,
     max_new_tokens: int,
 ) -> Row:
     """Lets the student answer the `problems` of each seed."""
-    from d2f_hf.metrics import compute_weighted_tokens_per_forward
-
     scores, num_tokens, num_forward_passes = [], 0, 0
     for of_seed in problems:
         responses, forwards = answer(
             models, of_seed, {**options, "block_size": block_size, "max_new_tokens": max_new_tokens}
         )
-        scores.append(bench.score([models.text(response) for response in responses], of_seed))
+        scores.append(score([models.text(response) for response in responses], of_seed))
         num_tokens += sum(map(len, responses))
         num_forward_passes += sum(forwards)
     # The first forward of a response has nothing to try, and reads one branch.
@@ -205,26 +181,17 @@ def measure(
     )
 
 
-def answer(models: Any, problems: Sequence[Any], options: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+def answer(
+    models: ReferenceModels, problems: Sequence[Problem], options: dict[str, Any]
+) -> tuple[list[list[int]], list[int]]:
     """For each problem the response tokens up to and including the EOS, and the forwards that its row took."""
-    from d2f_hf.benchmarking import System, eos_token_ids, left_padded, response_tokens
-
-    eos = eos_token_ids(System(models.student, options))
-    responses, forwards = [], []
-    for first in range(0, len(problems), BATCH_SIZE):
-        prompts = [models.prompt(problem.question) for problem in problems[first : first + BATCH_SIZE]]
-        inputs = left_padded(prompts, models.tokenizer.pad_token_id)
-        output = models.student.generate(**inputs, **options, return_dict_in_generate=True)
-        generated = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        responses += [response_tokens(row, eos) for row in generated]
-        forwards += output.num_forward_passes.tolist()
-    return responses, forwards
+    prompts = [models.prompt(problem.question) for problem in problems]
+    system = System(models.student, options)
+    return answer_in_batches(system, prompts, models.tokenizer.pad_token_id, BATCH_SIZE)
 
 
 def areas_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """AUP of each sampler at each block size, by TPF and by cTPF."""
-    from d2f_hf.metrics import accuracy_under_parallelism
-
     # Where all scores are 0 there is no best one, and every area is 0.
     best = max(row.score for row in rows) or None
     areas = []
@@ -271,25 +238,26 @@ def describe(options: dict[str, Any]) -> str:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    sampler_width = max(len("sampler"), *(len(row.sampler) for row in rows))
-    width = max(len("setting"), *(len(describe(row.options)) for row in rows))
-    print(f"{'sampler':{sampler_width}}  {'setting':{width}}  block size  score    TPF   cTPF  score of each seed")
-    for row in rows:
-        print(
-            f"{row.sampler:{sampler_width}}  {describe(row.options):{width}}  {row.block_size:10}  {row.score:5.1f}  "
-            f"{row.tokens_per_forward:5.2f}  {row.compute_weighted_tokens_per_forward:5.2f}  "
-            + " ".join(f"{score:5.1f}" for score in row.scores)
-        )
+    head = ["sampler", "setting", "block size", "score", "TPF", "cTPF", "score of each seed"]
+    cells = [
+        [
+            row.sampler,
+            describe(row.options),
+            str(row.block_size),
+            f"{row.score:.1f}",
+            f"{row.tokens_per_forward:.2f}",
+            f"{row.compute_weighted_tokens_per_forward:.2f}",
+            " ".join(f"{score:5.1f}" for score in row.scores),
+        ]
+        for row in rows
+    ]
+    print(table([head, *cells], num_left=2))
 
 
 def print_areas(areas: Sequence[dict[str, Any]]) -> None:
-    width = max(len("sampler"), *(len(area["sampler"]) for area in areas))
-    print(f"\n{'sampler':{width}}  block size  settings    AUP   cAUP")
-    for area in areas:
-        print(
-            f"{area['sampler']:{width}}  {area['block_size']:10}  {area['num_settings']:8}  "
-            f"{area['aup']:5.0f}  {area['compute_weighted_aup']:5.0f}"
-        )
+    names = ("sampler", "block_size", "num_settings", "aup", "compute_weighted_aup")
+    cells = [[f"{area[name]:.0f}" if "aup" in name else str(area[name]) for name in names] for area in areas]
+    print("\n" + table([["sampler", "block size", "settings", "AUP", "cAUP"], *cells]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from d2f_hf.metrics import accuracy_under_parallelism, compute_weighted_tokens_per_forward
+from benchmarks.metrics import accuracy_under_parallelism, compute_weighted_tokens_per_forward
 
 
 def test_one_point_is_tokens_per_forward_times_accuracy():

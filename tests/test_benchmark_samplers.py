@@ -1,6 +1,5 @@
 """The script that compares samplers: its rows, areas and what dominates, and its last line."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,23 +11,23 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
+from benchmarks import samplers
+from benchmarks.metrics import accuracy_under_parallelism
 from d2f_hf import D2FGenerationConfig, D2FLLaDAForBlockDiffusion
-from d2f_hf.metrics import accuracy_under_parallelism
+from reference_models import HERE, ReferenceModels
+from word_problems import final_number, make_problems
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-MODELS = EXAMPLES / "reference_model"
-sys.path.insert(0, str(EXAMPLES))
-compare_samplers = importlib.import_module("compare_samplers")
-Row = compare_samplers.Row
+ROOT = Path(__file__).resolve().parents[1]
+Row = samplers.Row
 
 
 @pytest.fixture(scope="module")
 def models():
     """Without the models that the script does not ask; of classes of the package, which is imported already here."""
-    teacher = D2FLLaDAForBlockDiffusion.from_pretrained(MODELS / "teacher", dtype=torch.float32)
-    student = PeftModel.from_pretrained(teacher, str(MODELS / "student")).merge_and_unload().eval()
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tokenizer")
-    return compare_samplers.reference_models.ReferenceModels(tokenizer, twin=None, teacher=None, student=student)
+    teacher = D2FLLaDAForBlockDiffusion.from_pretrained(HERE / "teacher", dtype=torch.float32)
+    student = PeftModel.from_pretrained(teacher, str(HERE / "student")).merge_and_unload().eval()
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "tokenizer")
+    return ReferenceModels(tokenizer, twin=None, teacher=None, student=student)
 
 
 def row(sampler="threshold", scores=(90.0, 92.0), tokens_per_forward=4.0, branches=1, block_size=5):
@@ -36,16 +35,16 @@ def row(sampler="threshold", scores=(90.0, 92.0), tokens_per_forward=4.0, branch
     return Row(sampler, {}, block_size, sum(scores) / len(scores), list(scores), tokens_per_forward, weighted)
 
 
-@pytest.mark.parametrize("sampler", compare_samplers.SETTINGS)
+@pytest.mark.parametrize("sampler", samplers.SETTINGS)
 def test_every_setting_is_one_that_generate_takes(sampler):
-    for options in compare_samplers.SETTINGS[sampler]:
+    for options in samplers.SETTINGS[sampler]:
         D2FGenerationConfig(**options).with_defaults()
-    assert len(set(map(str, compare_samplers.SETTINGS[sampler]))) == len(compare_samplers.SETTINGS[sampler]) >= 4
+    assert len(set(map(str, samplers.SETTINGS[sampler]))) == len(samplers.SETTINGS[sampler]) >= 4
 
 
 def test_the_default_is_that_of_generate():
-    sampler, options = compare_samplers.DEFAULT
-    assert options in compare_samplers.SETTINGS[sampler]
+    sampler, options = samplers.DEFAULT
+    assert options in samplers.SETTINGS[sampler]
     default = D2FGenerationConfig().with_defaults()
     assert D2FGenerationConfig(**options).with_defaults().to_dict() == default.to_dict()
 
@@ -58,7 +57,7 @@ def test_a_setting_dominates_with_no_lower_score_on_any_seed_and_more_compute_we
         row(scores=(99.0, 99.0), tokens_per_forward=4.0),  # no faster
         row(scores=(99.0, 99.0), tokens_per_forward=7.9, branches=2),  # faster only if branches cost nothing
     ]
-    found = compare_samplers.dominating_rows([default, better, *others, equal_score], default)
+    found = samplers.dominating_rows([default, better, *others, equal_score], default)
     assert found == [equal_score, better]
 
 
@@ -69,7 +68,7 @@ def test_areas_are_of_one_sampler_and_block_size_and_relative_to_the_best_score_
         row(scores=(88.0,), tokens_per_forward=5.0),
         row(scores=(96.0,), tokens_per_forward=3.0, block_size=8),
     ]
-    areas = {(area["sampler"], area["block_size"]): area for area in compare_samplers.areas_of(rows)}
+    areas = {(area["sampler"], area["block_size"]): area for area in samplers.areas_of(rows)}
     assert list(areas) == [("threshold", 5), ("num_branches", 5), ("threshold", 8)]
     expected = accuracy_under_parallelism([(4.0, 90.0), (5.0, 88.0)], best_accuracy=96.0)
     assert areas["threshold", 5]["aup"] == areas["threshold", 5]["compute_weighted_aup"] == round(expected, 2)
@@ -79,21 +78,21 @@ def test_areas_are_of_one_sampler_and_block_size_and_relative_to_the_best_score_
 
 
 def test_areas_are_0_where_no_answer_is_right():
-    (area,) = compare_samplers.areas_of([row(scores=(0.0, 0.0)), row(scores=(0.0, 0.0), tokens_per_forward=2.0)])
+    (area,) = samplers.areas_of([row(scores=(0.0, 0.0)), row(scores=(0.0, 0.0), tokens_per_forward=2.0)])
     assert area["aup"] == area["compute_weighted_aup"] == 0.0
 
 
 def test_the_script_ends_with_one_json_object_of_all_rows(models, monkeypatch, capsys, tmp_path):
     """Of two seeds with three problems each in batches of two: tokens and forwards are those of each row alone."""
-    monkeypatch.setattr(compare_samplers.reference_models, "load", lambda folder, dtype: models)
-    monkeypatch.setattr(compare_samplers, "BATCH_SIZE", 2)
+    monkeypatch.setattr(samplers, "load_models", lambda folder, dtype: models)
+    monkeypatch.setattr(samplers, "BATCH_SIZE", 2)
     monkeypatch.setattr(
-        compare_samplers,
+        samplers,
         "SETTINGS",
-        {**compare_samplers.SETTINGS, "credit": [{"acceptance_rule": "credit", "confidence_threshold": 0.5}]},
+        {**samplers.SETTINGS, "credit": [{"acceptance_rule": "credit", "confidence_threshold": 0.5}]},
     )
     options = "--problems 3 --seeds 3 4 --samplers credit --block-sizes 8"
-    compare_samplers.main([*options.split(), "--report", str(tmp_path / "report.json")])
+    samplers.main([*options.split(), "--report", str(tmp_path / "report.json")])
     stdout = capsys.readouterr().out
     report = json.loads(stdout.splitlines()[-1])
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -103,13 +102,13 @@ def test_the_script_ends_with_one_json_object_of_all_rows(models, monkeypatch, c
     assert credit["block_size"] == 8 and credit["options"]["confidence_threshold"] == 0.5
     assert [area["sampler"] for area in report["areas"]] == ["threshold", "credit"]
     assert report["environment"]["dtype"] == "float32" and report["environment"]["seeds"] == [3, 4]
-    assert report["environment"]["command"].startswith("compare_samplers.py --problems 3")
+    assert report["environment"]["command"].startswith("python -m benchmarks.samplers --problems 3")
 
     eos = models.tokenizer.eos_token_id
     num_tokens = num_forward_passes = 0
     scores = []
     for seed in (3, 4):
-        problems = compare_samplers.word_problems.make_problems("test", 3, seed)
+        problems = make_problems("test", 3, seed)
         num_right = 0
         for problem in problems:
             inputs = models.prompt(problem.question)
@@ -125,7 +124,7 @@ def test_the_script_ends_with_one_json_object_of_all_rows(models, monkeypatch, c
             assert response[-1] == eos and response.count(eos) == 1
             num_tokens += len(response)
             num_forward_passes += int(output.num_forward_passes)
-            num_right += compare_samplers.word_problems.final_number(models.text(response)) == problem.answer
+            num_right += final_number(models.text(response)) == problem.answer
         scores.append(round(100 * num_right / 3, 4))
     assert credit["scores"] == scores and credit["score"] == pytest.approx(sum(scores) / 2, abs=1e-3)
     assert credit["tokens_per_forward"] == round(num_tokens / num_forward_passes, 4)
@@ -133,10 +132,10 @@ def test_the_script_ends_with_one_json_object_of_all_rows(models, monkeypatch, c
 
 
 def test_forwards_of_several_branches_count_that_many_times_behind_the_first_one(models, monkeypatch):
-    problems = [compare_samplers.word_problems.make_problems("test", 2, seed) for seed in (0, 1)]
+    problems = [make_problems("test", 2, seed) for seed in (0, 1)]
     answers = [([[5, 6, 7], [8]], [1, 1]), ([[5, 6], [7, 8]], [2, 2])]
-    monkeypatch.setattr(compare_samplers, "answer", lambda models, problems, options: answers.pop(0))
-    found = compare_samplers.measure(models, problems, "num_branches", {"num_branches": 2}, 5, max_new_tokens=8)
+    monkeypatch.setattr(samplers, "answer", lambda models, problems, options: answers.pop(0))
+    found = samplers.measure(models, problems, "num_branches", {"num_branches": 2}, 5, max_new_tokens=8)
     assert found.tokens_per_forward == (3 + 1 + 2 + 2) / 6
     assert found.compute_weighted_tokens_per_forward == (3 + 1 + 2 + 2) / (4 + 2 * 2)
     assert found.scores == [0.0, 0.0]
@@ -153,23 +152,23 @@ def test_forwards_of_several_branches_count_that_many_times_behind_the_first_one
 )
 def test_arguments_that_mean_nothing_end_the_script(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        compare_samplers.main(arguments)
+        samplers.main(arguments)
     assert message in capsys.readouterr().err
 
 
 def test_missing_models_are_said_to_be_missing(tmp_path):
     with pytest.raises(SystemExit, match="make reference-model"):
-        compare_samplers.main(["--models", str(tmp_path)])
+        samplers.main(["--models", str(tmp_path)])
 
 
 @pytest.mark.slow
 def test_the_script_runs_with_the_code_of_the_exported_model():
     options = "--problems 2 --seeds 0 --samplers threshold --block-sizes 5 --max-new-tokens 16"
-    command = [sys.executable, str(EXAMPLES / "compare_samplers.py"), *options.split()]
+    command = [sys.executable, "-m", "benchmarks.samplers", *options.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert [row["options"] for row in report["rows"]] == compare_samplers.SETTINGS["threshold"]
+    assert [row["options"] for row in report["rows"]] == samplers.SETTINGS["threshold"]
     assert {row["block_size"] for row in report["rows"]} == {5}
     assert all(row["score"] == 0.0 < row["tokens_per_forward"] for row in report["rows"])  # no solution is so short

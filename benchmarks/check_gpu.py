@@ -1,10 +1,10 @@
 """Checks and times everything that needs a GPU, on one card: the tests marked `gpu`, then the decoding loop.
 
-    python examples/check_gpu.py
+    python -m benchmarks.check_gpu
 
 The loop runs on random weights of a 100M and of an 8B model at batch 1 and 16, as it is and with compiled steps (CUDA
 graphs). All has to be done within `--minutes`, eight by default; what takes longer is stopped. Prints the tables of
-`benchmark_decoding.py` and, as its last line on stdout, one JSON object
+`decoding.py` and, as its last line on stdout, one JSON object
 `{"figures": [...], "tests_passed": ..., "environment": {...}}`. Ends with an error where a test fails, and without a
 GPU, where there are no figures.
 """
@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).parent
+from benchmarks import ROOT
+
 SIZES = ("100m", "8b")
 
 
@@ -35,11 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tests = run([sys.executable, "-m", "pytest", "-m", "gpu", "-q"], deadline)
     report = {"figures": [], "tests_passed": tests.returncode == 0}
     for size in SIZES:
-        script = str(HERE / "benchmark_decoding.py")
         options = ["--device", "cuda", "--batch-sizes", "1", "16", "--repetitions", "3", "--compile"]
-        done = run([sys.executable, script, "--engine", size, *options], deadline)
+        done = run([sys.executable, "-m", "benchmarks.decoding", "--engine", size, *options], deadline)
         if done.returncode:
-            sys.exit(f"benchmark_decoding.py --engine {size} ended with {done.returncode}.")
+            sys.exit(f"benchmarks.decoding --engine {size} ended with {done.returncode}.")
         of_size = json.loads(done.stdout.splitlines()[-1])
         report["figures"] += of_size["figures"]
         report["environment"] = of_size["environment"]
@@ -53,7 +52,7 @@ def run(command: list[str], deadline: float) -> subprocess.CompletedProcess:
     try:
         done = subprocess.run(
             command,
-            cwd=HERE.parent,
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             timeout=max(1.0, deadline - time.perf_counter()),
