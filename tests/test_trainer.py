@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import DefaultDataCollator, default_data_collator
 
 from d2f_hf import (
     D2FDataCollator,
@@ -22,8 +23,11 @@ from d2f_hf import (
     D2FTrainer,
     D2FTrainingArguments,
     load_d2f_model,
+    tokenize_example,
 )
 from d2f_hf.noising import D2FNoisingCollator
+from tiny_models import letter_tokenizer
+from tiny_models import tiny_model as tiny_random_model
 
 # B batch, L sequence, M masked tokens
 
@@ -470,6 +474,718 @@ def test_models_and_teachers_that_do_not_fit_are_refused(tmp_path):
     nameless.config.mask_token_id = None
     with pytest.raises(ValueError, match="mask_token_id"):
         D2FTrainer(nameless, arguments(tmp_path))
+
+
+# ---- the noise of evaluation ----
+
+
+def evaluated(folder, dataset, objective="distillation", **options) -> dict:
+    args = arguments(folder, objective=objective, **options)
+    return D2FTrainer(tiny_model(), args, eval_dataset=dataset).evaluate()
+
+
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+@pytest.mark.parametrize("eos_tail", ["batch", "block", "none"])
+def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path, objective, eos_tail):
+    """It was the mean of the batches' losses, whose noise, EOS tails and ratios depended on what was in the batch."""
+    dataset = tiny_dataset(11)
+    expected = None
+    for batch_size in (1, 3, 4, 11, 64):
+        metrics = evaluated(tmp_path, dataset, objective, eos_tail=eos_tail, per_device_eval_batch_size=batch_size)
+        found = {name: metrics[name] for name in metrics if name.startswith(AVERAGES)}
+        expected = expected or found
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+AVERAGES = ("eval_loss", "eval_mask_ratio", "eval_agreement", "eval_divergence_block_")
+
+
+def test_the_evaluation_loss_is_the_mean_over_all_tokens(tmp_path):
+    """A short last batch counts by its tokens."""
+    dataset = tiny_dataset(5)
+    found = evaluated(tmp_path, dataset, per_device_eval_batch_size=4)["eval_loss"]
+    trainer = D2FTrainer(tiny_model(), arguments(tmp_path))
+    batch = trainer.evaluation_collator([dataset[i] for i in range(5)])
+    assert found == pytest.approx(trainer.compute_loss(trainer.model.eval(), batch).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}])
+def test_equal_weights_give_an_equal_evaluation_loss_in_every_epoch(tmp_path, workers):
+    """The noise of evaluation followed the epoch of training, so the best checkpoint was chosen by luck."""
+    args = arguments(
+        tmp_path, max_steps=-1, num_train_epochs=3, learning_rate=0.0, eval_strategy="steps", eval_steps=1, **workers
+    )
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(6), eval_dataset=tiny_dataset(6))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 6 and set(losses) == {before}
+
+
+def test_a_row_has_the_same_noise_in_every_batch_of_evaluation():
+    dataset = tiny_dataset()
+    for objective in ("distillation", "masked_diffusion"):
+        collate = D2FDataCollator(block_size=4, eos_token_id=EOS, pad_token_id=PAD)
+        options = {"objective": objective, "mask_token_id": MASK, "mask_ratio_low": 0.2, "mask_ratio_high": 0.7}
+        for_training = D2FNoisingCollator(collate, decoding_probability=0.5, **options)
+        for_evaluation = for_training.for_evaluation()
+        for_training.epoch = 7
+        together = for_evaluation([dataset[i] for i in range(6)])
+        for b in range(6):
+            alone = for_evaluation([dataset[b]])
+            length = alone["input_ids"].shape[1]
+            for name in ("input_ids", "attention_mask", "is_masked", "labels"):
+                assert torch.equal(together[name][b, :length], alone[name][0])
+            assert not together["attention_mask"][b, length:].any()
+        assert collate.eos_tail == "batch" and for_training.stratified
+
+
+# ---- the noise of training ----
+
+
+def masks_of_training(folder, dataset, resume=None, **options) -> list[str]:
+    """What was masked in each step."""
+    trainer = D2FTrainer(tiny_model(), arguments(folder, **options), train_dataset=dataset)
+    compute_loss, seen = trainer.compute_loss, []
+
+    def recording(model, inputs, *args, **kwargs):
+        seen.append(str(inputs["is_masked"].int().tolist()))
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = recording
+    trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+ONE_ROW = [{"input_ids": [5, *range(6, 30), EOS], "prompt_length": 1}]
+WORKERS = {"dataloader_num_workers": 1}
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "dataloader_persistent_workers": True}])
+@pytest.mark.parametrize("kind", ["dataset", "stream", "torch"])
+def test_every_pass_over_the_data_has_noise_of_its_own(tmp_path, options, kind):
+    """Workers that outlive an epoch kept the first epoch's noise, and a stream's epoch is a share of `max_steps`."""
+    datasets = {
+        "dataset": lambda: Dataset.from_list(ONE_ROW),
+        "stream": lambda: Dataset.from_list(ONE_ROW).to_iterable_dataset(),
+        "torch": lambda: ONE_ROW,
+    }
+    masks = masks_of_training(tmp_path, datasets[kind](), max_steps=4, **options)
+    assert len(masks) == len(set(masks)) == 4
+    assert masks == masks_of_training(tmp_path, Dataset.from_list(ONE_ROW), max_steps=4)
+
+
+def test_a_resumed_run_has_the_noise_of_an_uninterrupted_one(tmp_path):
+    options = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
+    for kind in (Dataset.from_list(ONE_ROW * 4), Dataset.from_list(ONE_ROW * 12).to_iterable_dataset()):
+        whole = masks_of_training(tmp_path / "whole", kind, max_steps=6, **options)
+        cut = masks_of_training(tmp_path / "cut", kind, max_steps=3, **options)
+        resumed = masks_of_training(
+            tmp_path / "cut", kind, resume=str(tmp_path / "cut" / "checkpoint-3"), max_steps=6, **options
+        )
+        assert cut + resumed == whole
+
+
+# ---- what is trained ----
+
+
+def adapted_model(**options) -> PeftModel:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    return get_peft_model(tiny_model(), config)
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changed(model, before) -> set[str]:
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def test_an_adapter_that_was_loaded_for_inference_is_trained(tmp_path):
+    """`PeftModel.from_pretrained` loads it frozen. Training went on, logged a loss, and changed nothing."""
+    adapted_model().save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
+    assert not any(p.requires_grad for p in model.parameters())
+    D2FTrainer(model, arguments(tmp_path), eval_dataset=tiny_dataset()).evaluate()
+    assert not any(p.requires_grad for p in model.parameters())
+    before = weights_of(model)
+    D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset()).train()
+    assert changed(model, before) == {name for name in before if "lora_" in name}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_with_nothing_to_train_is_refused(tmp_path, when):
+    def froze(model):
+        return model.requires_grad_(False)
+
+    for model, options in (
+        (adapted_model(), {}),
+        (tiny_model(), {"teacher_model": tiny_model(seed=1)}),
+        (tiny_model(), {"args": arguments(tmp_path, objective="masked_diffusion")}),
+    ):
+        options = {"args": arguments(tmp_path), **options}
+        if when == "before":
+            with pytest.raises(ValueError, match="`model` must have parameters to train, but all of them are frozen"):
+                D2FTrainer(froze(model), train_dataset=tiny_dataset(), **options)
+        else:
+            trainer = D2FTrainer(model, train_dataset=tiny_dataset(), **options)
+            froze(trainer.model)
+            with pytest.raises(ValueError, match="`model` must have parameters to train"):
+                trainer.train()
+
+
+def test_merged_and_disabled_adapters_are_not_trained(tmp_path):
+    merged, disabled = adapted_model(), adapted_model()
+    merged.merge_adapter()
+    disabled.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match=r"merged.*unmerge_adapter\(\)"):
+        D2FTrainer(merged, arguments(tmp_path), train_dataset=tiny_dataset())
+    with pytest.raises(ValueError, match=r"disabled.*enable_adapter_layers\(\)"):
+        D2FTrainer(disabled, arguments(tmp_path), train_dataset=tiny_dataset())
+
+
+def test_what_a_user_froze_stays_frozen(tmp_path):
+    model = adapted_model()
+    frozen = {name for name, _ in model.named_parameters() if "blocks.0." in name and "lora_" in name}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    before = weights_of(model)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    D2FTrainer(model, args, train_dataset=tiny_dataset(), eval_dataset=tiny_dataset()).train()
+    assert frozen and changed(model, before) == {name for name in before if "lora_" in name} - frozen
+    assert not any(p.requires_grad for name, p in model.named_parameters() if name in frozen)
+
+
+def test_only_the_active_one_of_several_adapters_is_trained(tmp_path):
+    model = adapted_model()
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    before = weights_of(model)
+    trainer = D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset())
+    trainer.train()
+    assert changed(model, before) == {name for name in before if ".second." in name}
+    assert model.active_adapters == ["second"]
+    trainer.save_model(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "second" / "config.json").read_text())["block_size"] == 4
+
+
+@pytest.mark.parametrize("state", ["as it is", "disabled", "partly disabled", "frozen", "merged", "two adapters"])
+def test_the_pass_of_the_teacher_leaves_no_trace(tmp_path, state):
+    """peft's `disable_adapter` leaves every adapter trainable, and unmerged; `train()` reached modules in eval mode."""
+    model = adapted_model(lora_dropout=0.1, modules_to_save=["ln_f"])
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    if state == "two adapters":
+        model.add_adapter("second", LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False))
+        model.base_model.set_adapter(["default", "second"])
+    elif state == "disabled":
+        model.base_model.disable_adapter_layers()
+    elif state == "partly disabled":
+        layers[0].enable_adapters(False)
+    elif state == "frozen":
+        layers[1].requires_grad_(False)
+    elif state == "merged":
+        model.merge_adapter()
+    model.train()
+    layers[2].eval()
+
+    def traces():
+        modules = [
+            (name, m.training, getattr(m, "disable_adapters", None), getattr(m, "merged", None), _active(m))
+            for name, m in model.named_modules()
+        ]
+        return modules, [p.requires_grad for p in model.parameters()], model.active_adapters
+
+    def _active(module):
+        active = getattr(module, "active_adapters", None)
+        return list(active) if isinstance(active, (list, tuple)) else None
+
+    trainer = D2FTrainer(model, arguments(tmp_path))
+    batch = trainer.data_collator([tiny_dataset()[0]])
+    model.unmerge_adapter() if state == "merged" else None
+    with model.disable_adapter():
+        expected = model.eval()(batch["input_ids"]).logits
+    model.merge_adapter() if state == "merged" else None
+    model.train()
+    layers[2].eval()
+    if state == "frozen":
+        layers[1].requires_grad_(False)
+    elif state == "partly disabled":
+        layers[0].enable_adapters(False)
+    before, weights = traces(), weights_of(model)
+    with torch.no_grad(), trainer._teacher_weights(model) as teacher:
+        found = teacher(batch["input_ids"]).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert traces() == before
+    assert changed(model, weights) == set()
+
+
+def test_a_teacher_of_its_own_is_not_put_into_another_mode(tmp_path):
+    teacher = tiny_model(seed=1).train()
+    teacher.config.attention_dropout = 0.5
+    trainer = D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=tiny_dataset(), teacher_model=teacher)
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    losses = [trainer.compute_loss(trainer.model.train(), batch).item() for _ in range(2)]
+    assert losses[0] == losses[1] and all(module.training for module in teacher.modules())
+
+
+def test_a_teacher_that_would_change_with_the_student_is_refused(tmp_path):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`teacher_model` must not share layers with `model`"):
+        D2FTrainer(model, arguments(tmp_path), teacher_model=model, peft_config=without_dropout())
+    with pytest.raises(ValueError, match=r"wte.weight` must be frozen, because it is not part of an adapter"):
+        adapted = adapted_model()
+        adapted.get_base_model().model.transformer.wte.requires_grad_(True)
+        D2FTrainer(adapted, arguments(tmp_path), train_dataset=tiny_dataset())
+    other = tiny_model()
+    other.config.mask_token_id = 5
+    with pytest.raises(ValueError, match=r"`teacher_model.config.mask_token_id` must be that of the model \(3\)"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), teacher_model=other)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    """Made before the adapter is added, it holds frozen weights only, and training changes nothing."""
+    model = tiny_model()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset(), optimizers=(early, None))
+    with pytest.raises(ValueError, match="`optimizers` must hold parameters that are trained"):
+        trainer.train()
+    model = adapted_model()
+    before = weights_of(model)
+    good = torch.optim.SGD(model.parameters(), lr=0.1)
+    D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset(), optimizers=(good, None)).train()
+    assert changed(model, before)
+
+
+def test_adapters_that_the_teacher_would_keep_are_refused(tmp_path):
+    from peft import PrefixTuningConfig
+
+    with pytest.raises(ValueError, match="`peft_config` must be the configuration of an adapter in the model's layer"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), peft_config=PrefixTuningConfig(num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="`peft_config` must be"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), peft_config={"r": 8})
+    injected = tiny_model()
+    injected._hf_peft_config_loaded = True
+    with pytest.raises(ValueError, match="`model` must be a plain model or a `PeftModel`"):
+        D2FTrainer(injected, arguments(tmp_path))
+
+
+# ---- the arguments of Trainer ----
+
+
+def accuracy(prediction) -> dict[str, float]:
+    predictions, labels = prediction.predictions, prediction.label_ids
+    if predictions.ndim == 3:
+        predictions = predictions.argmax(-1)
+    return {"accuracy": float((predictions == labels)[labels != -100].mean())}
+
+
+def best_tokens(logits, labels):
+    assert logits.dim() == 3 and labels.shape == logits.shape[:2]
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("right_shift_logits", [False, True])
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_compute_metrics_gets_logits_and_labels_of_the_masked_tokens(tmp_path, objective, right_shift_logits):
+    """It was accepted and never called, and `metric_for_best_model` failed at the end of the first epoch."""
+    dataset, seen = tiny_dataset(7), []
+
+    def metrics(prediction):
+        seen.append(prediction)
+        return accuracy(prediction)
+
+    model = tiny_model(right_shift_logits)
+    trainer = D2FTrainer(
+        model,
+        arguments(tmp_path, objective=objective, per_device_eval_batch_size=3),
+        eval_dataset=dataset,
+        compute_metrics=metrics,
+    )
+    found = trainer.evaluate()
+    batch = trainer.evaluation_collator([dataset[i] for i in range(7)])
+    expected = batch["labels"].masked_fill(~batch["is_masked"], -100)
+    length = expected.shape[1]
+    logits, labels = torch.tensor(seen[0].predictions), torch.tensor(seen[0].label_ids)
+    assert logits.shape == (7, length, 40) and torch.equal(labels, expected)
+    assert (logits[labels == -100] == -100).all()
+    _, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    torch.testing.assert_close(logits[labels != -100], outputs.logits.detach(), atol=1e-5, rtol=1e-5)
+    # The same from the best tokens alone, and from `predict`.
+    trainer.preprocess_logits_for_metrics = best_tokens
+    assert trainer.evaluate()["eval_accuracy"] == found["eval_accuracy"]
+    prediction = trainer.predict(dataset)
+    assert prediction.predictions.shape == prediction.label_ids.shape == (7, length)
+    assert prediction.metrics["test_accuracy"] == found["eval_accuracy"]
+    assert prediction.metrics["test_loss"] == pytest.approx(found["eval_loss"])
+
+
+def test_metrics_choose_the_best_of_several_evaluation_sets(tmp_path):
+    args = arguments(
+        tmp_path,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="second_accuracy",
+    )
+    trainer = D2FTrainer(
+        tiny_model(),
+        args,
+        train_dataset=tiny_dataset(),
+        eval_dataset=DatasetDict(first=tiny_dataset(5), second=tiny_dataset(6, seed=1)),
+        compute_metrics=accuracy,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_second_accuracy" in entry]
+    assert len(logged) == 2 and trainer.state.best_metric == max(entry["eval_second_accuracy"] for entry in logged)
+    assert {"eval_first_loss", "eval_second_loss", "eval_first_agreement"} <= trainer.evaluate().keys()
+    before = weights_of(trainer.model)
+    trainer.train()  # the adapter that was loaded at the end is still one that is trained
+    assert changed(trainer.model, before)
+
+
+def test_metrics_batch_by_batch(tmp_path):
+    total = []
+
+    def metrics(prediction, compute_result):
+        total.append(accuracy(prediction)["accuracy"])
+        return {"batches": len(total)} if compute_result else {}
+
+    args = arguments(tmp_path, batch_eval_metrics=True, per_device_eval_batch_size=2)
+    trainer = D2FTrainer(tiny_model(), args, eval_dataset=tiny_dataset(6), compute_metrics=metrics)
+    assert trainer.evaluate()["eval_batches"] == 3
+
+
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_a_loss_function_of_ones_own_takes_the_place_of_the_loss(tmp_path, objective):
+    """`compute_loss_func` was accepted and never called."""
+
+    def loss_function(outputs, labels, num_items_in_batch):
+        assert outputs.logits.shape == (len(labels), 40) and (outputs.teacher_logits is None) == is_masked_diffusion
+        per_token = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none") / outputs.mask_ratios
+        return per_token.sum() / num_items_in_batch
+
+    is_masked_diffusion = objective == "masked_diffusion"
+    own = {"label_weight": 0.0 if is_masked_diffusion else 1.0}  # the same loss
+    logs = []
+    for options, function in ((own, None), ({}, loss_function)):
+        args = arguments(tmp_path, objective=objective, gradient_accumulation_steps=2, max_steps=2, **options)
+        trainer = D2FTrainer(
+            tiny_model(),
+            args,
+            train_dataset=tiny_dataset(),
+            eval_dataset=tiny_dataset(5),
+            compute_loss_func=function,
+            peft_config=None if is_masked_diffusion else without_dropout(),
+        )
+        before = trainer.evaluate()
+        trainer.train()
+        logs.append([before["eval_loss"], *losses_of(trainer)])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+    with pytest.raises(ValueError, match="`label_weight` .* has no effect with a `compute_loss_func`"):
+        D2FTrainer(tiny_model(), arguments(tmp_path, label_weight=0.5), compute_loss_func=loss_function)
+
+
+def test_label_smoothing_is_that_of_the_true_tokens(tmp_path):
+    """`label_smoothing_factor` was accepted and changed nothing."""
+    losses = {}
+    for factor in (0.0, 0.3):
+        args = arguments(tmp_path, objective="masked_diffusion", label_smoothing_factor=factor)
+        trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        loss, outputs = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
+        losses[factor] = loss.item()
+    where = batch["is_masked"]
+    smooth = -outputs.logits.log_softmax(-1).mean(-1) / batch["mask_ratios"][where]
+    smooth = smooth.sum().item() / (batch["labels"] != -100).sum().item()
+    assert losses[0.3] == pytest.approx(0.7 * losses[0.0] + 0.3 * smooth, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_a_model_may_be_made_by_a_function(tmp_path, objective):
+    """`model_init` ended in an AttributeError."""
+    weights = []
+    for model, model_init in ((tiny_model(), None), (None, lambda: tiny_model()), (None, tiny_model)):
+        args = arguments(tmp_path, objective=objective, block_size=8)
+        trainer = D2FTrainer(model, args, train_dataset=tiny_dataset(), model_init=model_init)
+        torch.manual_seed(0)
+        trainer.train()
+        assert isinstance(trainer.model, PeftModel) == (objective == "distillation")
+        weights.append(losses_of(trainer))
+    assert weights[1] == weights[2]
+    assert trainer.model.config.block_size == (8 if objective == "distillation" else 4)
+    with pytest.raises(ValueError, match="`model` and `model_init`"):
+        D2FTrainer(None, arguments(tmp_path))
+    with pytest.raises(ValueError, match="`model` and `model_init`"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), model_init=tiny_model)
+    with pytest.raises(ValueError, match="`model_init` must be a function of nothing, or of the trial"):
+        D2FTrainer(None, arguments(tmp_path), model_init=lambda first, second: tiny_model())
+
+
+def test_a_model_may_be_given_by_its_folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_model(seed=1).save_pretrained(tmp_path / "other")
+    trainer = D2FTrainer(str(tmp_path / "base"), arguments(tmp_path), train_dataset=tiny_dataset())
+    trainer.train()
+    trainer = D2FTrainer(
+        tmp_path / "base", arguments(tmp_path), train_dataset=tiny_dataset(), teacher_model=tmp_path / "other"
+    )
+    assert not isinstance(trainer.model, PeftModel)
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    "collator", [default_data_collator, DefaultDataCollator(), lambda rows: {}, noising()], ids=lambda c: str(type(c))
+)
+def test_a_collator_of_another_kind_is_refused(tmp_path, collator):
+    with pytest.raises(ValueError, match="`data_collator` must be a `D2FDataCollator`"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=tiny_dataset(), data_collator=collator)
+
+
+def test_out_of_memory_makes_the_batch_smaller(tmp_path):
+    args = arguments(tmp_path, auto_find_batch_size=True, max_steps=2)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
+    compute_loss, sizes = trainer.compute_loss, []
+
+    def limited(model, inputs, *rest, **kwargs):
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, *rest, **kwargs)
+
+    trainer.compute_loss = limited
+    trainer.train()
+    assert sizes[0] == 4 and sizes[-1] <= 2
+
+
+def test_noise_on_embeddings_is_not_the_teachers(tmp_path):
+    """NEFTune's hook adds noise where the embedding is in training mode."""
+    args = arguments(tmp_path, neftune_noise_alpha=50.0)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), peft_config=without_dropout())
+    compute_loss, logits = trainer.compute_loss, []
+
+    def twice(model, inputs, **kwargs):
+        for _ in range(2):
+            _, outputs = compute_loss(model, inputs, return_outputs=True)
+            logits.append((outputs.logits.detach(), outputs.teacher_logits))
+        return compute_loss(model, inputs, **kwargs)
+
+    trainer.compute_loss = twice
+    trainer.train()
+    assert torch.equal(logits[0][1], logits[1][1]) and not torch.equal(logits[0][0], logits[1][0])
+
+
+def test_debugging_needs_masks_that_can_be_looked_at(tmp_path):
+    """The detector of overflows fails on bool masks, in the first forward."""
+    with pytest.raises(ValueError, match="`debug` .*eager"):
+        D2FTrainer(tiny_model(), arguments(tmp_path, debug="underflow_overflow"), train_dataset=tiny_dataset())
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    D2FTrainer(model, arguments(tmp_path, debug="underflow_overflow"), train_dataset=tiny_dataset()).train()
+
+
+# ---- datasets ----
+
+RAW = [{"prompt": "abc ", "completion": letters} for letters in ("hello", "you", "there my friend", "x")]
+
+
+class TorchStream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+class TorchRows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def a_generator(rows):
+    yield from rows
+
+
+KINDS = {
+    "dataset": Dataset.from_list,
+    "stream": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
+    "generator": lambda rows: IterableDataset.from_generator(a_generator, gen_kwargs={"rows": rows}),
+    "list": list,
+    "torch": TorchRows,
+    "torch stream": TorchStream,
+}
+
+
+@pytest.mark.parametrize("is_tokenized", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_dataset_trains_evaluates_and_predicts(tmp_path, kind, is_tokenized):
+    """Streams failed in `map`, or were taken for tokenized; `evaluate` and `predict` did not tokenize at all."""
+    tokenizer = letter_tokenizer()
+    rows = [tokenize_example(row, tokenizer) for row in RAW] if is_tokenized else RAW
+    options = {"max_length": 8, "max_steps": 3, "per_device_train_batch_size": 2}
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=3, **options)
+    model = letters_model()
+    trainer = D2FTrainer(
+        model, args, train_dataset=KINDS[kind](rows), eval_dataset=KINDS[kind](rows), processing_class=tokenizer
+    )
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[1] <= 8  # `max_length`
+    trainer.train()
+    metrics = trainer.evaluate()
+    expected = D2FTrainer(
+        trainer.model, arguments(tmp_path, max_length=8), eval_dataset=RAW, processing_class=tokenizer
+    ).evaluate()
+    for found in (metrics, trainer.evaluate(KINDS[kind](rows)), trainer.evaluate({"one": KINDS[kind](rows)})):
+        loss = found.get("eval_loss", found.get("eval_one_loss"))
+        assert loss == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert len(trainer.predict(KINDS[kind](rows)).label_ids) == 4
+
+
+def letters_model():
+    return tiny_random_model(eos_token_id=38, mask_token_id=39, pad_token_id=37)
+
+
+def test_persistent_workers_do_not_give_the_rows_of_another_dataset(tmp_path):
+    """The Trainer keeps the loader of the first evaluation, whatever dataset it is asked for next."""
+    args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer = D2FTrainer(tiny_model(), args, eval_dataset=tiny_dataset(6))
+    first = trainer.evaluate()["eval_loss"]
+    other = trainer.evaluate(tiny_dataset(6, seed=5))["eval_loss"]
+    alone = D2FTrainer(tiny_model(), arguments(tmp_path), eval_dataset=tiny_dataset(6, seed=5)).evaluate()
+    assert first != other == pytest.approx(alone["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (RAW, "`processing_class` must be a tokenizer"),
+        (
+            DatasetDict(train=Dataset.from_list(RAW)),
+            r"`train_dataset` must be one dataset, got a DatasetDict of \['tr",
+        ),
+        ([{"input_ids": [4, 5, 6]}], "must have `input_ids` and `prompt_length`"),
+        (["text"], "The examples of `train_dataset` must be dictionaries, got a str"),
+        (a_generator(RAW), "`train_dataset` must be a dataset .*from_generator"),
+        (Dataset.from_list([{"text": "abc"}]), "`processing_class` must be a tokenizer"),
+    ],
+)
+def test_datasets_that_cannot_be_used_are_refused_at_once(tmp_path, dataset, message):
+    with pytest.raises(ValueError, match=message):
+        D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=dataset)
+
+
+def test_a_prompt_that_is_too_long_is_an_error_before_training(tmp_path):
+    rows = [{"input_ids": [5] * 9, "prompt_length": 8}]
+    for kind in ("dataset", "stream", "generator", "list", "torch"):
+        with pytest.raises(ValueError, match=r"must be shorter than `max_length` \(8\), got 8"):
+            D2FTrainer(tiny_model(), arguments(tmp_path, max_length=8), train_dataset=KINDS[kind](rows))
+
+
+# ---- what is saved ----
+
+
+def test_the_block_size_that_was_trained_is_saved(tmp_path):
+    """It was in the arguments alone, so what was saved decoded with another one."""
+    args = arguments(tmp_path / "runs", block_size=8, save_strategy="steps", save_steps=3)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
+    assert trainer.model.config.block_size == 4  # until something is trained with it
+    trainer.train()
+    trainer.save_model(tmp_path / "by_trainer")
+    trainer.model.save_pretrained(tmp_path / "by_peft")
+    for folder in ("by_trainer", "by_peft", "runs/checkpoint-3"):
+        assert (tmp_path / folder / "adapter_config.json").exists()
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert (config["block_size"], config["mask_token_id"], config["use_cache"]) == (8, MASK, True)
+        assert "auto_map" not in config
+        PeftModel.from_pretrained(tiny_model(), tmp_path / folder)
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = load_d2f_model(tmp_path / "merged")
+    assert (merged.config.block_size, merged.config.use_cache) == (8, True)
+
+
+def test_the_block_size_is_saved_without_an_adapter_too(tmp_path):
+    args = arguments(tmp_path / "runs", block_size=8, save_strategy="steps", save_steps=3)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), teacher_model=tiny_model())
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    for folder in ("saved", "runs/checkpoint-3"):
+        assert load_d2f_model(tmp_path / folder).config.block_size == 8
+
+
+def test_a_bidirectional_model_keeps_its_block_size(tmp_path):
+    """The block size of masked diffusion shapes the noise, not the attention."""
+    args = arguments(tmp_path, objective="masked_diffusion", block_size=8)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset())
+    trainer.train()
+    assert trainer.model.config.block_size == 4
+
+
+# ---- what is logged ----
+
+
+def averages_by_hand(trainer, batches, model) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for batch in batches:
+        _, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+        student, teacher = outputs.logits.detach().log_softmax(-1), outputs.teacher_logits.log_softmax(-1)
+        divergence = -(teacher.exp() * student).sum(-1)
+        for m, (b, i) in enumerate(batch["is_masked"].nonzero().tolist()):
+            block = (i - int(batch["prompt_lengths"][b])) // 4
+            sums.setdefault(f"divergence_block_{block}", []).append(divergence[m].item())
+            sums.setdefault("agreement", []).append(float(student[m].argmax() == teacher[m].argmax()))
+        for b in range(len(batch["input_ids"])):
+            start, end = int(batch["prompt_lengths"][b]), int(batch["attention_mask"][b].sum())
+            sums.setdefault("mask_ratio", []).extend(batch["mask_ratios"][b, start:end].tolist())
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def test_the_log_says_what_the_method_is_about(tmp_path):
+    """Over all batches since the last log, those of accumulated steps too, by tokens."""
+    args = arguments(
+        tmp_path, max_steps=4, logging_steps=2, gradient_accumulation_steps=2, learning_rate=0.0, eval_strategy="no"
+    )
+    trainer = D2FTrainer(
+        tiny_model(), args, train_dataset=tiny_dataset(), eval_dataset=tiny_dataset(3), peft_config=without_dropout()
+    )
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    compute_loss, batches = trainer.compute_loss, []
+
+    def recording(model, inputs, *rest, **kwargs):
+        batches.append(inputs)
+        return compute_loss(model, inputs, *rest, **kwargs)
+
+    trainer.compute_loss = recording
+    trainer.train()
+    trainer.compute_loss = compute_loss
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(batches) == 8 and len(logs) == 2
+    for n, log in enumerate(logs):
+        expected = averages_by_hand(trainer, batches[4 * n : 4 * n + 4], trainer.model.eval())
+        assert {name: log[name] for name in log if name in expected or "divergence" in name} == pytest.approx(expected)
+    batch = trainer.evaluation_collator([trainer.eval_dataset[i] for i in range(3)])
+    expected = {f"eval_{name}": v for name, v in averages_by_hand(trainer, [batch], trainer.model).items()}
+    found = trainer.evaluate()
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_masked_diffusion_has_no_teacher_to_agree_with(tmp_path):
+    args = arguments(tmp_path, objective="masked_diffusion", mask_ratio_low=0.5, mask_ratio_high=0.5, max_steps=2)
+    trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), eval_dataset=tiny_dataset())
+    trainer.train()
+    metrics = {**trainer.evaluate(), **trainer.state.log_history[0]}
+    assert metrics["mask_ratio"] == metrics["eval_mask_ratio"] == pytest.approx(0.5)
+    assert not [name for name in metrics if "agreement" in name or "divergence" in name]
 
 
 # ---- two processes ----

@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ class D2FTrainer(Trainer):
             # Otherwise accelerate would concatenate batches of different lengths.
             args.accelerator_config.dispatch_batches = False
         self._clean_collator = data_collator
+        use_cache = None if model is None else model.config.use_cache
         super().__init__(
             model=model,
             args=args,
@@ -194,6 +196,8 @@ class D2FTrainer(Trainer):
         )
         # The Trainer counts the labels of the whole accumulated batch and passes the count to `compute_loss`.
         self.model_accepts_loss_kwargs = True
+        if use_cache is not None:  # the Trainer turns it off, and it would be saved so
+            self.model.config.use_cache = use_cache
         self._loss_shifts_labels = False
         if self.teacher_model is not None:
             self.teacher_model = self.accelerator.prepare_model(self.teacher_model, evaluation_mode=True)
@@ -216,6 +220,11 @@ class D2FTrainer(Trainer):
             raise ValueError(
                 f"`causal_probability` (got {args.causal_probability}) needs a model with "
                 "`config.right_shift_logits`: other logits predict a token that they have seen. Leave it out."
+            )
+        if args.debug and config._attn_implementation != "eager":
+            raise ValueError(
+                f"`debug` (got {[str(option.value) for option in args.debug]}) needs a model with "
+                'attn_implementation="eager": it cannot look at the bool masks of others. Load the model with it.'
             )
         is_distillation = args.objective == "distillation"
         teacher = self.teacher_model
@@ -562,7 +571,18 @@ class D2FTrainer(Trainer):
             self.data_collator = for_training
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        return self._student(super().call_model_init(trial), self.args)
+        parameters = inspect.signature(self.model_init).parameters.values()
+        required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if len(parameters) <= 1:
+            model = super().call_model_init(trial)
+        elif not required:
+            model = self.model_init()
+        else:
+            raise ValueError(
+                "`model_init` must be a function of nothing, or of the trial of a hyperparameter search, got one of "
+                f"{', '.join(p.name for p in parameters)}. `functools.partial` or a lambda fixes the others."
+            )
+        return self._student(model, self.args)
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which put other parameters in their place
