@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
@@ -775,7 +776,7 @@ def test_adapters_that_the_teacher_would_keep_are_refused(tmp_path):
 
 
 def accuracy(prediction) -> dict[str, float]:
-    predictions, labels = prediction.predictions, prediction.label_ids
+    predictions, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     if predictions.ndim == 3:
         predictions = predictions.argmax(-1)
     return {"accuracy": float((predictions == labels)[labels != -100].mean())}

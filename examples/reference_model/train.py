@@ -271,6 +271,7 @@ def train_student() -> None:
         ),
     )
     run(trainer, "student")
+    trainer.model.config.block_size = DECODING_BLOCK_SIZE  # and not the one that it was trained with
     save(trainer.model, "student")
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.modeling_outputs import ModelOutput
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from d2f_hf.data import D2FDataCollator, tokenize_dataset
@@ -609,13 +609,14 @@ class _AtTheStart(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         trainer._averages = None
-        self.num_passes = int(state.epoch or 0)  # of a run that is resumed, its own
+        # A run that is resumed goes on where it was. Of a stream the Trainer takes the first pass and skips batches,
+        # and `state.epoch` is a share of `max_steps` rather than a number of passes.
+        self.num_passes = int(state.epoch or 0) if has_length(trainer.train_dataset) else 0
         if args.objective == "distillation":  # what it is trained for is what it is saved with
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             _base_model(model).config.block_size = trainer.block_size
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        # Counted, because the epoch of a stream is a share of `max_steps`, not a number of passes.
         self.trainer.data_collator.epoch = self.num_passes
         self.num_passes += 1
 
@@ -683,9 +684,10 @@ def _save_adapter_and_config(model: PeftModel, save_directory: str | PathLike, *
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
         config = copy.deepcopy(model.get_base_model().config)
-        config.__dict__.pop("auto_map", None)  # there is no code in the folder
+        config.__dict__.pop("auto_map", None)
         for name in kwargs.get("selected_adapters") or model.peft_config:
-            config.save_pretrained(Path(save_directory) if name == "default" else Path(save_directory) / name)
+            folder = Path(save_directory) if name == "default" else Path(save_directory) / name
+            config.to_json_file(folder / "config.json")  # `save_pretrained` would copy code, too
 
 
 # ---- averages ----
