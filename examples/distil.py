@@ -40,7 +40,7 @@ from word_problems import make_problems  # noqa: E402
 
 # What is run without arguments.
 QUICK_RUN = (
-    "--use_cpu --max_steps 60 --per_device_train_batch_size 16 --learning_rate 2e-3 --warmup_steps 5 "
+    "--use_cpu --max_steps 40 --per_device_train_batch_size 8 --learning_rate 2e-3 --warmup_steps 5 "
     "--lr_scheduler_type cosine --label_weight 0.8 --mask_ratio_high 1.0 --decoding_probability 0.7 "
     "--logging_steps 10 --save_strategy no --report_to none --output_dir runs/distil"
 )

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from d2f_hf.data import D2FDataCollator, tokenize_example
+from d2f_hf.data import D2FDataCollator, tokenize_dataset, tokenize_example
 
 # The template ends each message with a newline behind the EOS, as that of Qwen2 does.
 CHAT_TEMPLATE = (
@@ -263,3 +264,118 @@ def test_batches_that_cannot_be_collated_are_errors(examples, message):
 def test_wrong_options_of_the_collator_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         D2FDataCollator(**{"block_size": 4, "eos_token_id": EOS, **options})
+
+
+def test_a_default_device_changes_nothing():
+    """Batches are made on the host, and the Trainer moves them."""
+    examples = {"input_ids": [7, 8, EOS], "prompt_length": 1}, {"input_ids": [7, 7, 8, EOS], "prompt_length": 2}
+    expected = collate(*examples)
+    with torch.device("meta"):
+        found = collate(*examples)
+    assert all(found[name].device.type == "cpu" and torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- tokenize_dataset ----
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows, self.epoch = rows, None
+
+    def __iter__(self):
+        yield from self.rows
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def a_generator(rows):
+    yield from rows
+
+
+KINDS = {
+    "Dataset": Dataset.from_list,
+    "IterableDataset": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
+    "generator": lambda rows: IterableDataset.from_generator(a_generator, gen_kwargs={"rows": rows}),
+    "list": list,
+    "torch": Rows,
+    "torch stream": Stream,
+}
+RAW = [{"prompt": "a b", "completion": "c d e", "source": "x"}, {"prompt": "a", "completion": "b", "source": "y"}]
+
+
+def plain(rows) -> list[dict]:
+    return [{"input_ids": list(row["input_ids"]), "prompt_length": row["prompt_length"]} for row in rows]
+
+
+@pytest.mark.parametrize("max_length", [None, 4])
+@pytest.mark.parametrize("is_tokenized", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_dataset_is_tokenized_and_cut(tokenizer, kind, is_tokenized, max_length):
+    """Also in a second pass over it."""
+    rows = [tokenize_example(row, tokenizer) for row in RAW] if is_tokenized else RAW
+    dataset = tokenize_dataset(KINDS[kind](rows), None if is_tokenized else tokenizer, max_length)
+    for _ in range(2):
+        found = [dataset[i] for i in range(2)] if kind in ("list", "torch") else dataset
+        assert plain(found) == [tokenize_example(row, tokenizer, max_length) for row in RAW]
+
+
+def test_a_tokenized_dataset_is_returned_as_it_is_and_keeps_its_other_columns(tokenizer):
+    rows = [{**tokenize_example(row, tokenizer), "length": 5} for row in RAW]
+    for kind in ("Dataset", "IterableDataset", "generator", "list", "torch"):
+        dataset = KINDS[kind](rows)
+        assert tokenize_dataset(dataset, None) is dataset
+    assert tokenize_dataset(KINDS["Dataset"](rows), None, max_length=4)["length"] == [5, 5]
+    assert tokenize_dataset(None, None) is None
+
+
+def test_dictionaries_of_datasets_are_tokenized_one_by_one(tokenizer):
+    parts = DatasetDict(first=Dataset.from_list(RAW), second=Dataset.from_list(RAW[1:]))
+    found = tokenize_dataset(parts, tokenizer)
+    assert {name: len(part) for name, part in found.items()} == {"first": 2, "second": 1}
+    assert plain(found["second"]) == [tokenize_example(RAW[1], tokenizer)]
+
+
+def test_columns_that_are_empty_for_an_example_do_not_count(tokenizer):
+    """A dataset of mixed examples has all columns, with None where an example lacks them."""
+    dataset = Dataset.from_dict(
+        {"messages": [chat("a", "b")["messages"], None], "prompt": [None, "a"], "completion": [None, "c"]}
+    )
+    found = tokenize_dataset(dataset, tokenizer)
+    assert [split(tokenizer, example)[1] for example in found] == ["b <eos>", "c <eos>"]
+
+
+def test_a_stream_hears_of_its_epoch(tokenizer):
+    stream = Stream(RAW)
+    tokenize_dataset(stream, tokenizer).set_epoch(3)
+    assert stream.epoch == 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch stream"])
+def test_what_cannot_be_tokenized_is_an_error_at_once(kind):
+    with pytest.raises(ValueError, match="`processing_class` must be a tokenizer for a dataset that is not tokenized"):
+        tokenize_dataset(KINDS[kind](RAW), None)
+    with pytest.raises(ValueError, match="must have `input_ids` and `prompt_length`"):
+        tokenize_dataset(KINDS[kind]([{"input_ids": [7, 8]}]), None)
+
+
+@pytest.mark.parametrize("dataset", [a_generator(RAW), 5, "path/of/a/dataset"])
+def test_what_is_no_dataset_is_an_error(dataset):
+    with pytest.raises(ValueError, match="`train_dataset`"):
+        tokenize_dataset(dataset, None, name="train_dataset")
+
+
+def test_an_empty_dataset_stays_empty(tokenizer):
+    for kind in ("Dataset", "generator", "list", "torch", "torch stream"):
+        assert list(tokenize_dataset(KINDS[kind]([]), tokenizer)) == []

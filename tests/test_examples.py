@@ -49,7 +49,7 @@ def test_the_command_lines_in_distil_can_be_parsed(distil, tmp_path):
 
     parser = HfArgumentParser((distil.ScriptArguments, D2FTrainingArguments))
     _, quick = parser.parse_args_into_dataclasses(distil.QUICK_RUN.split())
-    assert (quick.max_steps, quick.label_weight) == (60, 0.8)
+    assert (quick.max_steps, quick.label_weight) == (40, 0.8)
     real = distil.__doc__.split("examples/distil.py \\\n")[1].split("--question")[0].replace("\\\n", " ").split()
     if "--activation_checkpointing" in real and not hasattr(quick, "activation_checkpointing"):
         real[real.index("--activation_checkpointing")] = "--gradient_checkpointing"  # its name before

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from d2f_hf.losses import DIVERGENCES, distillation_loss, masked_diffusion_loss, token_divergence
+from d2f_hf.losses import (
+    DIVERGENCES,
+    distillation_loss,
+    masked_diffusion_loss,
+    mean_loss,
+    token_cross_entropy,
+    token_divergence,
+    weighted,
+)
 
 # M masked tokens, V vocabulary
 
@@ -217,3 +225,42 @@ def test_a_mask_ratio_of_zero_is_rejected_rather_than_divided_by():
     logits, ratios = random_logits(0), torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5, 0.5])
     with pytest.raises(ValueError, match="`mask_ratios` must be above 0, got 0"):
         masked_diffusion_loss(logits, torch.arange(6), ratios, num_items=6)
+
+
+def test_a_weighting_that_is_unknown_or_a_ratio_too_few_is_rejected():
+    losses = torch.ones(6)
+    with pytest.raises(ValueError, match="`weighting` must be one of"):
+        weighted(losses, losses, "none")
+    with pytest.raises(ValueError, match=r"`mask_ratios` must have one entry per masked token \(6\)"):
+        weighted(losses, losses[:5], "uniform")
+    with pytest.raises(ValueError, match="`mask_ratios` must be above 0"):
+        weighted(losses, torch.zeros(6), "inverse_mask_ratio")
+
+
+# ---- the parts that the trainer puts together ----
+
+
+@pytest.mark.parametrize("weighting", ["inverse_mask_ratio", "uniform"])
+def test_the_parts_give_the_loss(weighting):
+    student, teacher, ratios = random_logits(0), random_logits(1), torch.linspace(0.2, 1.0, 6)
+    parts = mean_loss(weighted(token_divergence(student, teacher, "reverse_kl"), ratios, weighting), 9)
+    whole = distillation_loss(student, teacher, ratios, divergence="reverse_kl", weighting=weighting, num_items=9)
+    assert parts.item() == whole.item()
+
+
+def test_label_smoothing_spreads_probability_over_the_vocabulary():
+    logits, targets = random_logits(0), torch.arange(6)
+    log_probs = logits.log_softmax(-1)
+    expected = -0.9 * log_probs[torch.arange(6), targets] - 0.1 * log_probs.mean(-1)
+    torch.testing.assert_close(token_cross_entropy(logits, targets, label_smoothing=0.1), expected)
+    ratios = torch.full((6,), 0.5)
+    smooth = masked_diffusion_loss(logits, targets, ratios, num_items=12, label_smoothing=0.1)
+    assert smooth.item() == pytest.approx(2 * expected.sum().item() / 12)
+
+
+def test_a_default_device_changes_nothing():
+    student, teacher, ratios = random_logits(0), random_logits(1), torch.full((6,), 0.5)
+    expected = distillation_loss(student, teacher, ratios).item()
+    with torch.device("meta"):
+        assert distillation_loss(student, teacher, ratios).item() == expected
+        assert masked_diffusion_loss(student, torch.arange(6, device="cpu"), ratios, num_items=6).device.type == "cpu"

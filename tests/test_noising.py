@@ -1,16 +1,23 @@
 """Noise schedules and masking: `d2f_hf.noising`."""
 
+import copy
 import json
+import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.multiprocessing
 
-from d2f_hf.noising import mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
+from d2f_hf.data import D2FDataCollator
+from d2f_hf.noising import D2FNoisingCollator, mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
 
 # B batch, L sequence, N blocks
 
 GOLDEN_TRAINING = Path(__file__).parent / "golden" / "training.json"
+PAD, EOS, MASK = 0, 1, 3
 GOLDEN_SCHEDULES = json.loads(GOLDEN_TRAINING.read_text())["noise_schedule"]["stats"]
 
 
@@ -168,3 +175,161 @@ def test_mask_tokens_rejects_inputs_that_do_not_fit():
         mask_tokens(ids, maskable, ratios[:, :2], MASK)
     with pytest.raises(ValueError, match="`token_mask_ratios` must lie in"):
         mask_tokens(ids, maskable, 50 * ratios, MASK)
+
+
+# ---- D2FNoisingCollator ----
+
+
+def tiny_rows(count: int = 16) -> list[dict]:
+    """Tokenized examples of different lengths; tokens 4 and up."""
+    rng, rows = random.Random(0), []
+    for _ in range(count):
+        prompt_length, response_length = rng.randint(1, 5), rng.randint(2, 9)
+        tokens = [rng.randrange(4, 40) for _ in range(prompt_length + response_length)]
+        rows.append({"input_ids": tokens + [EOS], "prompt_length": prompt_length})
+    return rows
+
+
+def noising(**options) -> D2FNoisingCollator:
+    collate = D2FDataCollator(block_size=4, eos_token_id=EOS, pad_token_id=PAD, eos_tail="block")
+    defaults = {"objective": "distillation", "mask_ratio_low": 0.2, "mask_ratio_high": 0.7}
+    return D2FNoisingCollator(collate, mask_token_id=MASK, **{**defaults, **options})
+
+
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_only_response_tokens_are_masked_and_labels_say_what_they_were(objective):
+    rows = tiny_rows()
+    clean = noising().collate(rows)
+    batch = noising(objective=objective, mask_ratio_low=0.5, mask_ratio_high=1.0)(rows)
+    position = torch.arange(clean["input_ids"].shape[1])
+    in_response = (position >= clean["prompt_lengths"][:, None]) & clean["attention_mask"].bool()
+    is_masked = batch["is_masked"]
+    assert is_masked.any() and not (is_masked & ~in_response).any()
+    assert (batch["input_ids"][is_masked] == MASK).all()
+    assert torch.equal(batch["input_ids"][~is_masked], clean["input_ids"][~is_masked])
+    counted = is_masked if objective == "distillation" else in_response
+    assert torch.equal(batch["labels"], clean["input_ids"].masked_fill(~counted, -100))
+
+
+def test_the_noise_of_a_row_does_not_depend_on_its_batch():
+    dataset = tiny_rows()
+    together = noising()([dataset[i] for i in range(6)])
+    for b in range(6):
+        alone = noising()([dataset[b]])
+        length = alone["input_ids"].shape[1]
+        for name in ("input_ids", "is_masked", "mask_ratios", "labels"):
+            assert torch.equal(together[name][b, :length], alone[name][0])
+
+
+def test_another_epoch_or_seed_gives_other_noise_and_the_same_gives_the_same():
+    rows = tiny_rows(8)
+    first = noising()(rows)["is_masked"]
+    assert torch.equal(first, noising()(rows)["is_masked"])
+    assert not torch.equal(first, noising(epoch=1)(rows)["is_masked"])
+    assert not torch.equal(first, noising(seed=1)(rows)["is_masked"])
+
+
+def test_rows_that_look_as_in_decoding_have_a_clean_part_a_block_of_noise_and_masks():
+    rows = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}] * 1
+    for seed in range(12):
+        options = {"objective": "masked_diffusion", "mask_ratio_low": 0.5, "mask_ratio_high": 0.5, "seed": seed}
+        batch = noising(decoding_probability=1.0, **options)(rows)
+        clean = noising().collate(rows)["input_ids"][0]
+        in_loss = (batch["labels"][0] != -100).nonzero().flatten().tolist()
+        start, end = in_loss[0], in_loss[-1] + 1
+        assert in_loss == list(range(start, end)) and end == min(start + 4, len(clean))
+        assert torch.equal(batch["input_ids"][0, :start], clean[:start])
+        assert (batch["input_ids"][0, end:] == MASK).all() and not batch["is_masked"][0, end:].any()
+        assert torch.equal(batch["is_masked"][0, start:end], batch["input_ids"][0, start:end] == MASK)
+        assert (batch["mask_ratios"][0, start:end] == 0.5).all()
+
+
+def test_distillation_rows_that_look_as_in_decoding_start_with_clean_blocks():
+    row = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}]
+    starts = set()
+    for seed in range(30):
+        options = {"mask_ratio_low": 1.0, "mask_ratio_high": 1.0, "seed": seed}
+        batch = noising(decoding_probability=1.0, **options)(row)
+        masked = batch["is_masked"][0].nonzero().flatten().tolist()
+        length = int(batch["attention_mask"].sum())
+        assert masked == list(range(masked[0], length))  # everything from the first masked block on
+        starts.add(masked[0])
+    assert starts == {1, 5, 9, 13, 17, 21}
+
+
+def test_a_row_has_the_same_noise_in_every_batch_of_evaluation():
+    dataset = tiny_rows()
+    for objective in ("distillation", "masked_diffusion"):
+        collate = D2FDataCollator(block_size=4, eos_token_id=EOS, pad_token_id=PAD)
+        options = {"objective": objective, "mask_token_id": MASK, "mask_ratio_low": 0.2, "mask_ratio_high": 0.7}
+        for_training = D2FNoisingCollator(collate, decoding_probability=0.5, **options)
+        for_evaluation = for_training.for_evaluation()
+        for_training.epoch = 7
+        together = for_evaluation([dataset[i] for i in range(6)])
+        for b in range(6):
+            alone = for_evaluation([dataset[b]])
+            length = alone["input_ids"].shape[1]
+            for name in ("input_ids", "attention_mask", "is_masked", "labels"):
+                assert torch.equal(together[name][b, :length], alone[name][0])
+            assert not together["attention_mask"][b, length:].any()
+        assert collate.eos_tail == "batch" and for_training.stratified
+
+
+def test_the_noise_of_a_row_does_not_depend_on_how_its_tokens_are_stored():
+    """A dataset `with_format("torch")` or `"numpy"` had other noise than the same one as lists."""
+    row = {"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}
+    expected = noising()([row])["is_masked"]
+    for ids in (torch.tensor(row["input_ids"]), np.array(row["input_ids"])):
+        assert torch.equal(noising()([{**row, "input_ids": ids}])["is_masked"], expected)
+
+
+def _epoch_of(collator, queue, go):
+    queue.put(collator.epoch)
+    go.wait()
+    queue.put(collator.epoch)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_sees_the_epoch_change(method):
+    """As the workers of a `DataLoader`, which get the collator when they start."""
+    context = torch.multiprocessing.get_context(method)
+    collator, queue, go = noising(), context.Queue(), context.Event()
+    process = context.Process(target=_epoch_of, args=(collator, queue, go))
+    process.start()
+    assert queue.get(timeout=120) == 0
+    collator.epoch = 5
+    go.set()
+    assert queue.get(timeout=120) == 5
+    process.join()
+
+
+def test_a_copy_has_the_noise_of_the_original():
+    rows, collator = tiny_rows(4), noising(epoch=3)
+    expected = collator(rows)["input_ids"]
+    for other in (copy.copy(collator), copy.deepcopy(collator), pickle.loads(pickle.dumps(collator))):
+        assert other.epoch == 3 and torch.equal(other(rows)["input_ids"], expected)
+
+
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_a_default_device_changes_nothing(objective):
+    """Batches are made on the host, and the Trainer moves them."""
+    rows, options = tiny_rows(4), {"objective": objective, "decoding_probability": 0.5, "causal_probability": 0.3}
+    expected = noising(**options)(rows)
+    with torch.device("meta"):
+        found = noising(**options)(rows)
+        evaluation = noising(**options).for_evaluation()(rows)
+    assert {str(value.device) for batch in (found, evaluation) for value in batch.values()} == {"cpu"}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_ratios_of_evaluation_are_spread_over_their_range(batch_size):
+    rows = [{"input_ids": [4, 5 + n, 6, 7, 8, EOS], "prompt_length": 1} for n in range(400)]
+    collator = noising(objective="masked_diffusion", mask_ratio_low=0.2, mask_ratio_high=1.0).for_evaluation()
+    ratios = [
+        ratio
+        for start in range(0, len(rows), batch_size)
+        for ratio in collator(rows[start : start + batch_size])["mask_ratios"][:, 1].tolist()
+    ]
+    assert min(ratios) > 0.2 and max(ratios) <= 1.0 and sum(ratios) / 400 == pytest.approx(0.6, abs=0.03)

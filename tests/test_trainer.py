@@ -26,7 +26,6 @@ from d2f_hf import (
     load_d2f_model,
     tokenize_example,
 )
-from d2f_hf.noising import D2FNoisingCollator
 from tiny_models import letter_tokenizer
 from tiny_models import tiny_model as tiny_random_model
 
@@ -233,74 +232,6 @@ def test_a_batch_without_masked_tokens_gives_a_zero_loss_with_gradients(tmp_path
 
 
 # ---- noise ----
-
-
-def noising(**options) -> D2FNoisingCollator:
-    collate = D2FDataCollator(block_size=4, eos_token_id=EOS, pad_token_id=PAD, eos_tail="block")
-    defaults = {"objective": "distillation", "mask_ratio_low": 0.2, "mask_ratio_high": 0.7}
-    return D2FNoisingCollator(collate, mask_token_id=MASK, **{**defaults, **options})
-
-
-@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
-def test_only_response_tokens_are_masked_and_labels_say_what_they_were(objective):
-    dataset = tiny_dataset()
-    rows = [dataset[i] for i in range(16)]
-    clean = noising().collate(rows)
-    batch = noising(objective=objective, mask_ratio_low=0.5, mask_ratio_high=1.0)(rows)
-    position = torch.arange(clean["input_ids"].shape[1])
-    in_response = (position >= clean["prompt_lengths"][:, None]) & clean["attention_mask"].bool()
-    is_masked = batch["is_masked"]
-    assert is_masked.any() and not (is_masked & ~in_response).any()
-    assert (batch["input_ids"][is_masked] == MASK).all()
-    assert torch.equal(batch["input_ids"][~is_masked], clean["input_ids"][~is_masked])
-    counted = is_masked if objective == "distillation" else in_response
-    assert torch.equal(batch["labels"], clean["input_ids"].masked_fill(~counted, -100))
-
-
-def test_the_noise_of_a_row_does_not_depend_on_its_batch():
-    dataset = tiny_dataset()
-    together = noising()([dataset[i] for i in range(6)])
-    for b in range(6):
-        alone = noising()([dataset[b]])
-        length = alone["input_ids"].shape[1]
-        for name in ("input_ids", "is_masked", "mask_ratios", "labels"):
-            assert torch.equal(together[name][b, :length], alone[name][0])
-
-
-def test_another_epoch_or_seed_gives_other_noise_and_the_same_gives_the_same():
-    rows = [tiny_dataset()[i] for i in range(8)]
-    first = noising()(rows)["is_masked"]
-    assert torch.equal(first, noising()(rows)["is_masked"])
-    assert not torch.equal(first, noising(epoch=1)(rows)["is_masked"])
-    assert not torch.equal(first, noising(seed=1)(rows)["is_masked"])
-
-
-def test_rows_that_look_as_in_decoding_have_a_clean_part_a_block_of_noise_and_masks():
-    rows = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}] * 1
-    for seed in range(12):
-        options = {"objective": "masked_diffusion", "mask_ratio_low": 0.5, "mask_ratio_high": 0.5, "seed": seed}
-        batch = noising(decoding_probability=1.0, **options)(rows)
-        clean = noising().collate(rows)["input_ids"][0]
-        in_loss = (batch["labels"][0] != -100).nonzero().flatten().tolist()
-        start, end = in_loss[0], in_loss[-1] + 1
-        assert in_loss == list(range(start, end)) and end == min(start + 4, len(clean))
-        assert torch.equal(batch["input_ids"][0, :start], clean[:start])
-        assert (batch["input_ids"][0, end:] == MASK).all() and not batch["is_masked"][0, end:].any()
-        assert torch.equal(batch["is_masked"][0, start:end], batch["input_ids"][0, start:end] == MASK)
-        assert (batch["mask_ratios"][0, start:end] == 0.5).all()
-
-
-def test_distillation_rows_that_look_as_in_decoding_start_with_clean_blocks():
-    row = [{"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}]
-    starts = set()
-    for seed in range(30):
-        options = {"mask_ratio_low": 1.0, "mask_ratio_high": 1.0, "seed": seed}
-        batch = noising(decoding_probability=1.0, **options)(row)
-        masked = batch["is_masked"][0].nonzero().flatten().tolist()
-        length = int(batch["attention_mask"].sum())
-        assert masked == list(range(masked[0], length))  # everything from the first masked block on
-        starts.add(masked[0])
-    assert starts == {1, 5, 9, 13, 17, 21}
 
 
 def test_causal_rows_give_the_loss_of_an_autoregressive_model(tmp_path):
@@ -523,24 +454,6 @@ def test_equal_weights_give_an_equal_evaluation_loss_in_every_epoch(tmp_path, wo
     assert len(losses) == 6 and set(losses) == {before}
 
 
-def test_a_row_has_the_same_noise_in_every_batch_of_evaluation():
-    dataset = tiny_dataset()
-    for objective in ("distillation", "masked_diffusion"):
-        collate = D2FDataCollator(block_size=4, eos_token_id=EOS, pad_token_id=PAD)
-        options = {"objective": objective, "mask_token_id": MASK, "mask_ratio_low": 0.2, "mask_ratio_high": 0.7}
-        for_training = D2FNoisingCollator(collate, decoding_probability=0.5, **options)
-        for_evaluation = for_training.for_evaluation()
-        for_training.epoch = 7
-        together = for_evaluation([dataset[i] for i in range(6)])
-        for b in range(6):
-            alone = for_evaluation([dataset[b]])
-            length = alone["input_ids"].shape[1]
-            for name in ("input_ids", "attention_mask", "is_masked", "labels"):
-                assert torch.equal(together[name][b, :length], alone[name][0])
-            assert not together["attention_mask"][b, length:].any()
-        assert collate.eos_tail == "batch" and for_training.stratified
-
-
 # ---- the noise of training ----
 
 
@@ -563,13 +476,12 @@ WORKERS = {"dataloader_num_workers": 1}
 
 
 @pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "dataloader_persistent_workers": True}])
-@pytest.mark.parametrize("kind", ["dataset", "stream", "torch"])
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_every_pass_over_the_data_has_noise_of_its_own(tmp_path, options, kind):
     """Workers that outlive an epoch kept the first epoch's noise, and a stream's epoch is a share of `max_steps`."""
     datasets = {
         "dataset": lambda: Dataset.from_list(ONE_ROW),
         "stream": lambda: Dataset.from_list(ONE_ROW).to_iterable_dataset(),
-        "torch": lambda: ONE_ROW,
     }
     masks = masks_of_training(tmp_path, datasets[kind](), max_steps=4, **options)
     assert len(masks) == len(set(masks)) == 4
@@ -674,7 +586,7 @@ def test_only_the_active_one_of_several_adapters_is_trained(tmp_path):
 
 @pytest.mark.parametrize("state", ["as it is", "disabled", "partly disabled", "frozen", "merged", "two adapters"])
 def test_the_pass_of_the_teacher_leaves_no_trace(tmp_path, state):
-    """peft's `disable_adapter` leaves every adapter trainable, and unmerged; `train()` reached modules in eval mode."""
+    """peft's `disable_adapter` leaves all adapters trainable, and unmerged; `train()` reached modules in eval mode."""
     model = adapted_model(lora_dropout=0.1, modules_to_save=["ln_f"])
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     if state == "two adapters":
@@ -940,9 +852,11 @@ def test_a_model_may_be_given_by_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "collator", [default_data_collator, DefaultDataCollator(), lambda rows: {}, noising()], ids=lambda c: str(type(c))
+    "collator", [default_data_collator, DefaultDataCollator(), lambda rows: {}, "noise"], ids=lambda c: str(type(c))
 )
 def test_a_collator_of_another_kind_is_refused(tmp_path, collator):
+    if collator == "noise":
+        collator = D2FTrainer(tiny_model(), arguments(tmp_path)).data_collator
     with pytest.raises(ValueError, match="`data_collator` must be a `D2FDataCollator`"):
         D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=tiny_dataset(), data_collator=collator)
 

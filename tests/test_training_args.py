@@ -99,8 +99,8 @@ UNTOUCHED = set(
     trackio_bucket_id trackio_static_space_id save_steps save_on_each_node save_total_limit enable_jit_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision greater_is_better
     ignore_data_skip restore_callback_states_from_checkpoint use_cpu parallelism_config ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed do_train
-    do_eval do_predict resume_from_checkpoint local_rank
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
+    do_train do_eval do_predict resume_from_checkpoint local_rank
     """.split()
 )
 # What `Trainer` itself takes. All are tested in test_trainer.py.
