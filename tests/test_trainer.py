@@ -1109,12 +1109,18 @@ TWO_PROCESSES = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_trainer import *
-args = arguments({folder!r}, per_device_train_batch_size=4)
+args = arguments({folder!r}, per_device_train_batch_size=4, per_device_eval_batch_size=2)
 trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), peft_config=without_dropout())
 trainer.train()
+metrics = trainer.evaluate(tiny_dataset(7, seed=3))
+# Accelerate would concatenate the batches of a stream, which differ in length.
+stream = D2FTrainer(
+    tiny_model(), args, train_dataset=tiny_dataset(64).to_iterable_dataset(), peft_config=without_dropout()
+)
+stream.train()
 if args.process_index == 0:
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
-    print("LOSSES", json.dumps([losses_of(trainer), norms]), flush=True)
+    results = [trainer.state.log_history[:3], metrics, losses_of(stream)]
+    print("RESULTS", json.dumps(results), flush=True)
 # gloo's threads sometimes abort a process that ends in the usual way while its peer is ending, too.
 torch.distributed.barrier()
 os._exit(0)
@@ -1123,9 +1129,13 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_two_processes_give_the_loss_of_one(tmp_path):
+    """And its averages, in training and in an evaluation whose last batch is filled up with rows of the first."""
     args = arguments(tmp_path, per_device_train_batch_size=8)
     trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), peft_config=without_dropout())
     trainer.train()
+    stream = tiny_dataset(64).to_iterable_dataset()
+    streamed = D2FTrainer(tiny_model(), args, train_dataset=stream, peft_config=without_dropout())
+    streamed.train()
     script = TWO_PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "two"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -1148,8 +1158,13 @@ def test_two_processes_give_the_loss_of_one(tmp_path):
         )
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs[0][1][-2000:] + outputs[1][1][-2000:]
-    line = next(line for line in outputs[0][0].splitlines() if line.startswith("LOSSES"))
-    losses, norms = json.loads(line.removeprefix("LOSSES"))
-    assert losses == pytest.approx(losses_of(trainer), rel=1e-4)
-    expected_norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
-    assert norms == pytest.approx(expected_norms, rel=1e-3)
+    line = next(line for line in outputs[0][0].splitlines() if line.startswith("RESULTS"))
+    logs, metrics, losses_of_stream = json.loads(line.removeprefix("RESULTS"))
+    for log, expected in zip(logs, trainer.state.log_history[:3], strict=True):
+        assert {"loss", "grad_norm", "mask_ratio", "agreement", "divergence_block_1"} <= log.keys()
+        assert log["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert log == pytest.approx(expected, rel=1e-3)
+    expected = trainer.evaluate(tiny_dataset(7, seed=3))
+    names = [name for name in expected if name.startswith(AVERAGES)]
+    assert {name: metrics[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-3)
+    assert losses_of_stream == pytest.approx(losses_of(streamed), rel=1e-4)
