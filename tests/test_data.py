@@ -257,6 +257,7 @@ def test_batches_that_cannot_be_collated_are_errors(examples, message):
     ("options", "message"),
     [
         ({"block_size": 0}, "`block_size` must be at least 1"),
+        ({"block_size": 4.5}, "`block_size` must be at least 1, and an integer, got 4.5"),
         ({"eos_tail": "all"}, "`eos_tail` must be one of"),
         ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` must be at least 1"),
     ],

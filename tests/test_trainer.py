@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import DefaultDataCollator, default_data_collator
+from transformers import DefaultDataCollator, LlamaConfig, LlamaForCausalLM, default_data_collator
 
 from d2f_hf import (
     D2FDataCollator,
@@ -671,6 +671,13 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     assert changed(model, before)
 
 
+def test_models_of_another_kind_are_refused(tmp_path):
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    for model in (plain, tiny_model().model, torch.nn.Linear(2, 2), 5):
+        with pytest.raises(ValueError, match="`model` must be a block-diffusion model with its head, got a"):
+            D2FTrainer(model, arguments(tmp_path), train_dataset=tiny_dataset())
+
+
 def test_adapters_that_the_teacher_would_keep_are_refused(tmp_path):
     from peft import PrefixTuningConfig
 
@@ -988,6 +995,7 @@ def test_persistent_workers_do_not_give_the_rows_of_another_dataset(tmp_path):
             r"`train_dataset` must be one dataset, got a DatasetDict of \['tr",
         ),
         ([{"input_ids": [4, 5, 6]}], "must have `input_ids` and `prompt_length`"),
+        (Dataset.from_dict({"input_ids": [], "prompt_length": []}), "`train_dataset` must have examples"),
         (["text"], "The examples of `train_dataset` must be dictionaries, got a str"),
         (a_generator(RAW), "`train_dataset` must be a dataset .*from_generator"),
         (Dataset.from_list([{"text": "abc"}]), "`processing_class` must be a tokenizer"),

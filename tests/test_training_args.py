@@ -234,5 +234,6 @@ def test_a_compiled_model_gives_the_loss_of_one_that_is_not(tmp_path):
         )
         torch.manual_seed(0)
         trainer.train()
+        assert "agreement" in trainer.state.log_history[0]
         losses.append(trainer.state.log_history[-1]["train_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -276,8 +276,8 @@ class D2FDataCollator:
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"`block_size` must be at least 1, got {self.block_size}.")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"`block_size` must be at least 1, and an integer, got {self.block_size!r}.")
         if self.eos_tail not in EOS_TAILS:
             raise ValueError(f"`eos_tail` must be one of {EOS_TAILS}, got {self.eos_tail!r}.")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:

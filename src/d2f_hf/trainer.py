@@ -177,6 +177,8 @@ class D2FTrainer(Trainer):
         # 3. The datasets.
         train_dataset = tokenize_dataset(train_dataset, processing_class, args.max_length, "train_dataset")
         eval_dataset = tokenize_dataset(eval_dataset, processing_class, args.max_length, "eval_dataset")
+        if has_length(train_dataset) and len(train_dataset) == 0:
+            raise ValueError("`train_dataset` must have examples, but it is empty. Leave it out to evaluate only.")
         parts = (train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)))
         is_streamed = any(isinstance(part, IterableDataset) for part in parts)
         if is_streamed and args.accelerator_config.dispatch_batches is None:
@@ -210,9 +212,10 @@ class D2FTrainer(Trainer):
     def _student(self, model: Any, args: D2FTrainingArguments) -> Any:
         """The model that is trained: checked, and with an adapter where the objective or the caller asks for one."""
         config: Any = getattr(model, "config", None)
-        if not hasattr(config, "mask_token_id") or not hasattr(config, "block_size"):
+        if not hasattr(config, "mask_token_id") or _base_model(model).get_output_embeddings() is None:
             raise ValueError(
-                f"`model` must be a block-diffusion model, got a {type(model).__name__}. `load_d2f_model` loads one."
+                f"`model` must be a block-diffusion model with its head, got a {type(model).__name__}. "
+                "`load_d2f_model` loads one."
             )
         if config.mask_token_id is None:
             raise ValueError("`model.config.mask_token_id` must be set, got None. Set it to the id of the mask token.")
