@@ -11,14 +11,14 @@ less than two minutes (too few steps to be always right):
 
     python examples/distil.py
 
-LLaDA-8B on eight GPUs, with the settings of the paper; `dataset.jsonl` has one chat per line, such as
+LLaDA-8B on eight GPUs, with the settings of the paper (arXiv 2508.09192); `dataset.jsonl` has a chat per line, such as
 `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`:
 
     accelerate launch --num_processes 8 examples/distil.py \\
         --model GSAI-ML/LLaDA-8B-Instruct --dtype bfloat16 --bf16 \\
-        --dataset dataset.jsonl --max_length 1024 --block_size 32 \\
-        --learning_rate 1e-5 --num_train_epochs 1 --activation_checkpointing \\
-        --per_device_train_batch_size 1 --gradient_accumulation_steps 8 \\
+        --dataset dataset.jsonl --max_length 512 --block_size 16 --mask_ratio_low 0.3 \\
+        --learning_rate 1e-5 --lr_scheduler_type constant --num_train_epochs 1 \\
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --activation_checkpointing \\
         --question "How many minutes are there in a day?" --output_dir llada-d2f
 
 All other options of `D2FTrainingArguments` can be given, too.

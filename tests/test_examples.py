@@ -54,7 +54,7 @@ def test_the_command_lines_in_distil_can_be_parsed(distil, tmp_path):
     if "--activation_checkpointing" in real and not hasattr(quick, "activation_checkpointing"):
         real[real.index("--activation_checkpointing")] = "--gradient_checkpointing"  # its name before
     script, args = parser.parse_args_into_dataclasses([*real, "--use_cpu", "--output_dir", str(tmp_path)])
-    assert (script.dtype, args.block_size, args.max_length) == ("bfloat16", 32, 1024)
+    assert (script.dtype, args.block_size, args.max_length) == ("bfloat16", 16, 512)
 
 
 def test_examples_print_their_docstring_for_help(distil, capsys):

@@ -671,6 +671,23 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     assert changed(model, before)
 
 
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_changes_the_weights_under_it_is_refused(tmp_path, init):
+    """PiSSA and its like take the adapter's first value off the model, so without the adapter it is no teacher."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=init)
+    with pytest.raises(ValueError, match=f"`init_lora_weights` \\('{init}'\\) must leave the model's own weights"):
+        D2FTrainer(tiny_model(), arguments(tmp_path), peft_config=config)
+    D2FTrainer(tiny_model(), arguments(tmp_path), peft_config=config, teacher_model=tiny_model())
+
+
+def test_a_refusal_leaves_the_model_without_adapter(tmp_path):
+    model = tiny_model()
+    for options in ({"train_dataset": RAW}, {"train_dataset": [{"input_ids": [4]}]}, {"data_collator": len}):
+        with pytest.raises(ValueError):
+            D2FTrainer(model, arguments(tmp_path), **options)
+    assert not [name for name, _ in model.named_parameters() if "lora_" in name]
+
+
 def test_models_of_another_kind_are_refused(tmp_path):
     plain = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     for model in (plain, tiny_model().model, torch.nn.Linear(2, 2), 5):

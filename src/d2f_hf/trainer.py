@@ -32,6 +32,9 @@ from d2f_hf.training_args import D2FTrainingArguments
 
 logger = logging.get_logger(__name__)
 
+# Ways to initialise LoRA that take the adapter's first value off the weights under it.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 
 @dataclass
 class D2FTrainingOutput(ModelOutput):
@@ -163,18 +166,19 @@ class D2FTrainer(Trainer):
                         "the place of the loss. Leave one of them out."
                     )
 
-        # 2. The model. One of a `model_init` is made by the Trainer, and goes through `call_model_init`.
+        # 2. The model is checked. One of a `model_init` is made by the Trainer, see `call_model_init`.
         if isinstance(model, (str, PathLike)):
             model = load_d2f_model(model)
         if isinstance(teacher_model, (str, PathLike)):
             teacher_model = load_d2f_model(teacher_model)
         self.teacher_model: Any = teacher_model
         self._peft_config = peft_config
+        self._clean_collator = data_collator
         self._is_for_training = train_dataset is not None
         if model is not None:
-            model = self._student(model, args)
+            self._check_model(model, args)
 
-        # 3. The datasets.
+        # 3. The datasets. All that can fail comes before the model gets its adapter.
         train_dataset = tokenize_dataset(train_dataset, processing_class, args.max_length, "train_dataset")
         eval_dataset = tokenize_dataset(eval_dataset, processing_class, args.max_length, "eval_dataset")
         if has_length(train_dataset) and len(train_dataset) == 0:
@@ -184,8 +188,12 @@ class D2FTrainer(Trainer):
         if is_streamed and args.accelerator_config.dispatch_batches is None:
             # Otherwise accelerate would concatenate batches of different lengths.
             args.accelerator_config.dispatch_batches = False
-        self._clean_collator = data_collator
-        use_cache = None if model is None else model.config.use_cache
+
+        # 4. The Trainer, with the noise, and what is logged.
+        use_cache = None
+        if model is not None:
+            use_cache = model.config.use_cache
+            model = self._student(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -198,19 +206,19 @@ class D2FTrainer(Trainer):
         )
         # The Trainer counts the labels of the whole accumulated batch and passes the count to `compute_loss`.
         self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = False
         if use_cache is not None:  # the Trainer turns it off, and it would be saved so
             self.model.config.use_cache = use_cache
-        self._loss_shifts_labels = False
         if self.teacher_model is not None:
             self.teacher_model = self.accelerator.prepare_model(self.teacher_model, evaluation_mode=True)
-
-        # 4. The noise, and what is logged.
+            # Otherwise an evaluation before training would take the student for one that is prepared already.
+            self.accelerator._models.remove(self.teacher_model)
         self._make_collators()
         self._averages: torch.Tensor | None = None  # [P, 2], since the last log
         self._averages_of_rows: list[torch.Tensor] | None = None  # [B, P, 2] each, of an evaluation
 
-    def _student(self, model: Any, args: D2FTrainingArguments) -> Any:
-        """The model that is trained: checked, and with an adapter where the objective or the caller asks for one."""
+    def _check_model(self, model: Any, args: D2FTrainingArguments) -> None:
+        """Refuses models and teachers that do not fit the arguments or each other."""
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "mask_token_id") or _base_model(model).get_output_embeddings() is None:
             raise ValueError(
@@ -224,12 +232,17 @@ class D2FTrainer(Trainer):
                 f"`causal_probability` (got {args.causal_probability}) needs a model with "
                 "`config.right_shift_logits`: other logits predict a token that they have seen. Leave it out."
             )
+        block_size = config.block_size if args.block_size is None else args.block_size
+        if self._clean_collator is not None and self._clean_collator.block_size != block_size:
+            raise ValueError(
+                f"`data_collator.block_size` ({self._clean_collator.block_size}) must be the block size of the "
+                f"attention ({block_size}). Give both the same, with `args.block_size`."
+            )
         if args.debug and config._attn_implementation != "eager":
             raise ValueError(
                 f"`debug` (got {[str(option.value) for option in args.debug]}) needs a model with "
                 'attn_implementation="eager": it cannot look at the bool masks of others. Load the model with it.'
             )
-        is_distillation = args.objective == "distillation"
         teacher = self.teacher_model
         if teacher is not None:
             for name in ("vocab_size", "mask_token_id"):
@@ -252,16 +265,32 @@ class D2FTrainer(Trainer):
                     f"`model` must have an adapter in its layers, such as LoRA, got one of type "
                     f"{model.active_peft_config.peft_type.value}. Pass the model without it."
                 )
-        elif self._peft_config is not None or (is_distillation and teacher is None):
-            if getattr(model, "_hf_peft_config_loaded", False):
-                raise ValueError(
-                    "`model` must be a plain model or a `PeftModel`, got one with adapters of `add_adapter` or "
-                    "`load_adapter`, which the teacher would keep. Pass the model without them, and `peft_config`; or "
-                    "`load_d2f_model(base, adapter, merge=False)`."
-                )
-            paper = LoraConfig(
-                r=32, lora_alpha=32, lora_dropout=0.1, target_modules=list(config.attention_projections)
+        elif getattr(model, "_hf_peft_config_loaded", False) and self._gets_adapter(model, args):
+            raise ValueError(
+                "`model` must be a plain model or a `PeftModel`, got one with adapters of `add_adapter` or "
+                "`load_adapter`, which the teacher would keep. Pass the model without them, and `peft_config`; or "
+                "`load_d2f_model(base, adapter, merge=False)`."
             )
+        if args.objective == "distillation" and teacher is None:
+            for adapter in model.peft_config.values() if isinstance(model, PeftModel) else [self._peft_config]:
+                init = getattr(adapter, "init_lora_weights", None)
+                if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+                    raise ValueError(
+                        f"`init_lora_weights` ({init!r}) must leave the model's own weights as they are: the teacher "
+                        "is the model without its adapter. Leave it out, or pass a `teacher_model`."
+                    )
+
+    def _gets_adapter(self, model: Any, args: D2FTrainingArguments) -> bool:
+        """Whether a model gets the adapter of `peft_config`, or that of the paper."""
+        is_asked_for = self._peft_config is not None
+        is_needed = args.objective == "distillation" and self.teacher_model is None
+        return not isinstance(model, PeftModel) and (is_asked_for or is_needed)
+
+    def _student(self, model: Any, args: D2FTrainingArguments) -> Any:
+        """The model that is trained, with an adapter where the objective or the caller asks for one."""
+        if self._gets_adapter(model, args):
+            projections = list(model.config.attention_projections)
+            paper = LoraConfig(r=32, lora_alpha=32, lora_dropout=0.1, target_modules=projections)
             model = get_peft_model(model, self._peft_config or paper)
         if isinstance(model, PeftModel):
             if args.gradient_checkpointing:
@@ -324,11 +353,6 @@ class D2FTrainer(Trainer):
                 eos_token_id=_eos_token_id(self.processing_class, config),
                 pad_token_id=_first(config.pad_token_id),
                 eos_tail=args.eos_tail,
-            )
-        elif clean.block_size != self.block_size:
-            raise ValueError(
-                f"`data_collator.block_size` ({clean.block_size}) must be the block size of the attention "
-                f"({self.block_size}). Give both the same, with `args.block_size`."
             )
         self.data_collator = D2FNoisingCollator(
             clean,
@@ -585,6 +609,7 @@ class D2FTrainer(Trainer):
                 "`model_init` must be a function of nothing, or of the trial of a hyperparameter search, got one of "
                 f"{', '.join(p.name for p in parameters)}. `functools.partial` or a lambda fixes the others."
             )
+        self._check_model(model, self.args)
         return self._student(model, self.args)
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
