@@ -461,13 +461,14 @@ class D2FTrainer(Trainer):
         self, outputs: D2FTrainingOutput, targets: torch.Tensor, row: torch.Tensor, num_items: torch.Tensor
     ) -> torch.Tensor:
         """`compute_loss_func` of each row, times the row's number of items, `[B]`."""
+        compute_loss_func: Any = self.compute_loss_func
         losses = []
         for b, count in enumerate(num_items):
             of_row = {name: value[row == b] for name, value in outputs.items()}
             if len(of_row["logits"]) == 0:
                 losses.append(torch.zeros((), device=num_items.device))
                 continue
-            loss = self.compute_loss_func(D2FTrainingOutput(**of_row), targets[row == b], num_items_in_batch=count)
+            loss = compute_loss_func(D2FTrainingOutput(**of_row), targets[row == b], num_items_in_batch=count)
             losses.append(loss.detach().float() * count)
         return torch.stack(losses)
 
@@ -536,10 +537,11 @@ class D2FTrainer(Trainer):
             finite = averages[:, 0, 0].isfinite()
             if self.args.logging_nan_inf_filter and finite.any():
                 averages[~finite, 0] = 0.0
+            metrics: Any = output.metrics
             for name, value in _means(averages.sum(0)).items():
                 key = f"{metric_key_prefix}_{name}"
-                if name == "loss" or key not in output.metrics:  # a metric of `compute_metrics` may have the name
-                    output.metrics[key] = value
+                if name == "loss" or key not in metrics:  # a metric of `compute_metrics` may have the name
+                    metrics[key] = value
         return output
 
     def prediction_step(
@@ -598,12 +600,13 @@ class D2FTrainer(Trainer):
             self.data_collator = for_training
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        parameters = inspect.signature(self.model_init).parameters.values()
+        model_init: Any = self.model_init
+        parameters = inspect.signature(model_init).parameters.values()
         required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if len(parameters) <= 1:
             model = super().call_model_init(trial)
         elif not required:
-            model = self.model_init()
+            model = model_init()
         else:
             raise ValueError(
                 "`model_init` must be a function of nothing, or of the trial of a hyperparameter search, got one of "
