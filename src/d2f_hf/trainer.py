@@ -18,7 +18,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.modeling_outputs import ModelOutput
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -95,7 +101,8 @@ class D2FTrainer(Trainer):
             The adapter. By default the paper's: rank 32, alpha 32, dropout 0.1 on the attention projections.
         data_collator (`D2FDataCollator`, *optional*):
             Makes the clean batches; noise is added to them. By default one with the arguments' `block_size` and
-            `eos_tail`.
+            `eos_tail`. A stock `DataCollatorWithPadding`, which only pads, means the default with its
+            `pad_to_multiple_of`.
         callbacks (`list[TrainerCallback]`, *optional*):
             As in `Trainer`.
         kwargs:
@@ -148,6 +155,9 @@ class D2FTrainer(Trainer):
                 "`peft_config` must be the configuration of an adapter in the model's layers, such as a `LoraConfig`, "
                 f"got a {type(peft_config).__name__}."
             )
+        self._pad_to_multiple_of: int | None = None
+        if type(data_collator) is DataCollatorWithPadding and data_collator.padding in (True, "longest"):
+            self._pad_to_multiple_of, data_collator = data_collator.pad_to_multiple_of, None
         if data_collator is not None and not hasattr(data_collator, "block_size"):
             raise ValueError(
                 f"`data_collator` must be a `D2FDataCollator`, got a {type(data_collator).__name__}: the loss needs "
@@ -353,6 +363,7 @@ class D2FTrainer(Trainer):
                 eos_token_id=_eos_token_id(self.processing_class, config),
                 pad_token_id=_first(config.pad_token_id),
                 eos_tail=args.eos_tail,
+                pad_to_multiple_of=self._pad_to_multiple_of,
             )
         self.data_collator = D2FNoisingCollator(
             clean,
