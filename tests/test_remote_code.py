@@ -97,6 +97,7 @@ for family, class_name in class_names.items():
 
     mine = Mine(model.config).eval()
     mine.load_state_dict(model.state_dict())
+    mine.generation_config = model.generation_config
     mine.save_pretrained(root / "derived")
     results |= outcome(mine, "derived")
 
