@@ -109,7 +109,14 @@ class D2FPreTrainedModel(PreTrainedModel):
                         return torch.device(part.execution_device)
         return device
 
-    def save_pretrained(self, save_directory: str | PathLike, *args, **kwargs):
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args,
+        **kwargs,
+    ):
         """As in transformers. The folder names the nearest published class, and holds its code.
 
         Raises:
@@ -118,6 +125,14 @@ class D2FPreTrainedModel(PreTrainedModel):
         published = published_class(type(self))
         config = self.config.as_published()
         self._check_configs(config)
+        is_sharded = any(hasattr(weight, "full_tensor") for weight in self.parameters())
+        is_gathered_here = self._tp_size is not None or getattr(self.config, "distributed_config", None) is not None
+        if is_sharded and state_dict is None and not is_gathered_here:
+            raise ValueError(
+                "`state_dict` must be given for a model whose weights are sharded, because each process has a part of "
+                "them. Gather them in all processes: torch.distributed.checkpoint.state_dict.get_model_state_dict("
+                "model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+            )
         saved = self
         if type(self) is not published:
             self._check_weights_of(published, config)
@@ -134,7 +149,9 @@ class D2FPreTrainedModel(PreTrainedModel):
             "AutoConfig": f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}",
             **dict.fromkeys(auto_classes, name),
         }
-        return super(D2FPreTrainedModel, saved).save_pretrained(save_directory, *args, **kwargs)
+        return super(D2FPreTrainedModel, saved).save_pretrained(
+            save_directory, is_main_process, state_dict, *args, **kwargs
+        )
 
     def _check_configs(self, config: D2FConfig) -> None:
         """Raises an error if the configurations cannot be saved, or not be loaded again."""

@@ -127,3 +127,10 @@ def test_it_is_a_transformers_cache_with_the_usual_questions():
     assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == CHUNK, "all there is room for"
     cache.reset()
     assert not cache.layers[0].keys.any()
+
+
+def test_the_window_is_a_tuple_with_names():
+    cache, slots = D2FCache(num_layers=1), torch.tensor([[0, 1]])
+    cache.set_window(slots, read_length=2, is_packed=True)
+    assert cache.window == (slots, 2, True)
+    assert (cache.window.write_slots, cache.window.read_length, cache.window.is_packed) == (slots, 2, True)

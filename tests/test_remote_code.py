@@ -47,7 +47,11 @@ else:
 
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 top, prompt, class_names, targets = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
@@ -88,6 +92,21 @@ for family, class_name in class_names.items():
     model.eval().save_pretrained(root / "trained")
     results |= outcome(model, "trained")
 
+    class Mine(type(model)):  # in __main__, whose code cannot be saved
+        pass
+
+    mine = Mine(model.config).eval()
+    mine.load_state_dict(model.state_dict())
+    mine.generation_config = model.generation_config
+    mine.save_pretrained(root / "derived")
+    results |= outcome(mine, "derived")
+
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=0, world_size=1)
+    sharded = fully_shard(load(root / "saved"), mesh=init_device_mesh("cpu", (1,)))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    sharded.save_pretrained(root / "sharded", state_dict=get_model_state_dict(sharded, options=options))
+    dist.destroy_process_group()
+
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=targets[family], init_lora_weights=False, task_type="CAUSAL_LM")
     lora = get_peft_model(load(root / "saved"), config)
@@ -107,6 +126,7 @@ SECOND = (
 for family in class_names:
     root = top / family
     results = outcome(load(root / "trained"), "trained") | outcome(load(root / "merged"), "merged")
+    results |= outcome(load(root / "derived"), "derived") | outcome(load(root / "sharded"), "sharded")
     adapter = AutoPeftModelForCausalLM.from_pretrained(root / "adapter", trust_remote_code=True).eval()
     results |= outcome(adapter, "adapter")
     load(root / "trained").save_pretrained(root / "trained_again")
@@ -159,7 +179,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @all_families
-@pytest.mark.parametrize("name", ["saved", "trained", "trained_again", "merged"])
+@pytest.mark.parametrize("name", ["saved", "trained", "trained_again", "merged", "derived", "sharded"])
 def test_a_saved_folder_holds_weights_configs_and_exactly_the_code(folder, family, name):
     """`trained` and `merged` were saved by models loaded from a folder, `trained_again` by one loaded from that."""
     path = folder / name
@@ -207,6 +227,14 @@ def test_a_training_step_survives_saving_and_another_process(folder):
     assert_same(second, first, ["trained"])
     here = AutoModelForCausalLM.from_pretrained(folder / "trained").eval()
     assert_same(outcome(here, "trained"), first, ["trained"])
+
+
+@all_families
+def test_what_wraps_a_model_that_came_from_a_folder_is_not_in_the_next_folder(folder):
+    """A class derived in `__main__`, whose code was not saved at all, and one that FSDP2 made."""
+    first, second = load_file(folder / "first.safetensors"), load_file(folder / "second.safetensors")
+    assert_same(second, first, ["derived"])
+    assert_same({k.replace("sharded", "saved"): v for k, v in second.items() if "sharded" in k}, first, ["saved"])
 
 
 @all_families
