@@ -7,6 +7,7 @@ Run each as a module from the root of the repository; its docstring has the opti
     python -m benchmarks.reference                       # scores and speed of the reference models
     python -m benchmarks.curve                           # score against speed, as curve.csv and curve.png
     python -m benchmarks.samplers                        # D2F's acceptance rules compared
+    python -m benchmarks.forward /path/to/another        # the model's forward against that of another checkout
     python -m benchmarks.check_gpu                       # tests and timings that need a GPU
     python -m benchmarks.figures report.json ...         # reports of several runs as Markdown tables
 

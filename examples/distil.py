@@ -24,6 +24,7 @@ LLaDA-8B on eight GPUs, with the settings of the paper (arXiv 2508.09192); `data
 All other options of `D2FTrainingArguments` can be given, too.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,7 @@ from d2f_hf import D2FTrainer, D2FTrainingArguments, load_d2f_model
 
 REFERENCE_MODEL = Path(__file__).resolve().parent / "reference_model"
 sys.path.insert(0, str(REFERENCE_MODEL))
-
-from word_problems import make_problems  # noqa: E402
+word_problems = importlib.import_module("word_problems")
 
 # What is run without arguments.
 QUICK_RUN = (
@@ -62,8 +62,8 @@ def main(command: list[str]) -> str:
     parser = HfArgumentParser((ScriptArguments, D2FTrainingArguments), description=__doc__.split("\n")[0])
     script, args = parser.parse_args_into_dataclasses(command)
     is_reference = script.model == ScriptArguments.model
-    problem = make_problems("test", 1)[0]
-    question = script.question or problem.question
+    test_problem = word_problems.make_problems("test", 1)[0]
+    question = script.question or test_problem.question
 
     # 1. The model.
     model = load_d2f_model(script.model, dtype=script.dtype)
@@ -72,7 +72,8 @@ def main(command: list[str]) -> str:
 
     # 2. The examples.
     if script.dataset is None:
-        dataset = Dataset.from_list([{"messages": p.messages} for p in make_problems("train", 1000)])
+        problems = word_problems.make_problems("train", 1000)
+        dataset = Dataset.from_list([{"messages": problem.messages} for problem in problems])
     elif script.dataset.endswith((".json", ".jsonl")):
         dataset = load_dataset("json", data_files=script.dataset, split="train")
     else:
@@ -97,8 +98,8 @@ def main(command: list[str]) -> str:
     output = student.generate(**inputs, max_new_tokens=128, return_dict_in_generate=True)
     answer = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
     print(f"\n{question}\n\n{answer}\n\n{float(output.tokens_per_forward[0]):.1f} tokens per forward")
-    if question == problem.question:
-        print(f"The right answer is {problem.answer}.")
+    if question == test_problem.question:
+        print(f"The right answer is {test_problem.answer}.")
     return answer
 
 

@@ -18,8 +18,9 @@ from .block_causal import block_causal_mask, positions_without_padding
 from .cache_d2f import D2FCache
 from .configuration_d2f import D2FConfig
 
-# What is added to a score to hide a key. No score makes up for it, and the lowest number of any float dtype is below.
-HIDDEN = -1e4
+# What is added to a score hides the key from here on: no score makes up for it. The lowest number of any float dtype
+# is below, and so is -1e4, which is often taken, and which is -9984 in bfloat16.
+HIDDEN = -9e3
 
 
 class D2FRotaryEmbedding(nn.Module):

@@ -194,16 +194,12 @@ def num_embeddings(model: Any) -> int:
     return getattr(model.get_input_embeddings(), "num_embeddings", model.config.vocab_size)
 
 
-def input_device(model: nn.Module) -> torch.device:
-    """The device that the model's embeddings take ids on. `model.device` is "meta" where weights are offloaded."""
-    embeddings = model.get_input_embeddings()
-    device = next(embeddings.parameters()).device
+def input_device(model: Any) -> torch.device:
+    """The device that the model's embeddings take ids on."""
+    device = next(model.get_input_embeddings().parameters()).device
+    if device.type == "meta":  # perhaps offloaded; then the model knows where it computes
+        device = model.device
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if device.type == "meta" and is_offloaded:
-        hook = getattr(embeddings, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if getattr(part, "execution_device", None) is not None:
-                return torch.device(part.execution_device)
     if not is_offloaded and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "The model's weights must hold values to `generate`, but some are on the meta device. Load them with "

@@ -248,10 +248,8 @@ class D2FGenerationConfig(GenerationConfig):
                 f"{self.num_branches}): branches are compared by what they have not decoded. Leave one of them out."
             )
         if self.decoding == "d2f" and self.token_ranking == "random":
-            raise ValueError(
-                "`token_ranking` 'random' is not supported with decoding='d2f'. Leave it out, or take "
-                "decoding='vanilla' or decoding='fast_dllm'."
-            )
+            instead = "Leave it out, or take decoding='vanilla' or decoding='fast_dllm'."
+            raise ValueError(f"`token_ranking` 'random' is not supported with decoding='d2f'. {instead}")
         if self.unmask_schedule == "independent" and self.ranking_temperature:
             raise ValueError(
                 f"`ranking_temperature` (got {self.ranking_temperature}) is not used by "
@@ -324,10 +322,9 @@ class D2FGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_file_of_any_version(cls, config: GenerationConfig) -> "D2FGenerationConfig":
-        """What a file says, which the base class has read, with the paper's values where it says nothing.
+        """What a file says, with the paper's values where it says nothing.
 
-        What is of no use for its decoding is left out, and `generate` checks the rest: no file keeps a model from
-        loading.
+        What is not used by its decoding is left out. The rest is checked by `generate`, so that any model loads.
         """
         loaded = cls()
         vars(loaded).update(vars(config))
@@ -346,9 +343,8 @@ class D2FGenerationConfig(GenerationConfig):
         """The config of a model that has none yet: its special tokens, and D2F decoding with the paper's values."""
         values = GenerationConfig.from_model_config(model_config).to_dict()
         # What a forward gives besides logits is a matter of the model's own configuration.
-        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
-            values.pop(name, None)
-        config = cls.from_dict(values).with_defaults()
+        others = ("output_attentions", "output_hidden_states", "return_dict_in_generate")
+        config = cls.from_dict({name: v for name, v in values.items() if name not in others}).with_defaults()
         # Original configurations turn the cache off, because their own code has none.
         config.use_cache = None
         config._original_object_hash = hash(config)

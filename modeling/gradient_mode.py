@@ -42,7 +42,7 @@ def gradient_mode(
     is_safe = (
         type(generator) in (type(None), torch.Generator)
         and all(guest is None or keeps_nothing(guest) for guest in guests)
-        and _nobody_watches(model.device.type)
+        and _nobody_watches()
         and model.config.rope_parameters["rope_type"] in _FIXED_ROPE_TYPES
         and _has_known_attention(model)
         and _has_known_layers(model)
@@ -59,13 +59,13 @@ def keeps_nothing(guest: Any) -> bool:
     return type(guest) in (*KEEP_NOTHING, MaxLengthCriteria, MaxTimeCriteria)
 
 
-def _nobody_watches(device_type: str) -> bool:
+def _nobody_watches() -> bool:
     """Whether there are no global hooks, no modes round each operation, and no autocast, which keeps cast weights."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return (
         not _has_any_global_hook()
         and all(_is_among(type(mode).__module__, ("torch",)) for mode in modes)
-        and not torch.is_autocast_enabled(device_type)
+        and not any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda", "mps", "xpu"))
     )
 
 

@@ -82,15 +82,9 @@ class Sampler:
         Raises:
             ValueError: for logits that leave no choice.
         """
-        choose = self._choose_first if self.left_to_right else self._choose_all
-        if not self.do_sample or not (row[1:] < row[:-1]).any():
-            return choose(logits, row, index, response)
-        # Draws go to rows in their order, wherever they stand in the batch by now.
-        order = row.argsort(stable=True)
-        drawn = choose(logits[order.to(logits.device)], row[order], index[order], response)
-        back = order.argsort()
-        scores = None if drawn.scores is None else drawn.scores[back.to(logits.device)]
-        return Prediction(drawn.tokens[back], drawn.probability[back], drawn.ranking[back], scores)
+        if self.left_to_right:
+            return self._choose_first(logits, row, index, response)
+        return self._choose_all(logits, row, index, response)
 
     def _choose_first(
         self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response: Response

@@ -124,6 +124,11 @@ class RequestPreparer:
         arguments = self.arguments_of(input_ids, given)
         config: D2FGenerationConfig = arguments["generation_config"]
         check_stream_config(config, self.stream_config)
+        if seed is not None and (config.num_return_sequences or 1) > 1:
+            raise ValueError(
+                f"`seed` (got {seed}) is not supported with `num_return_sequences` (got "
+                f"{config.num_return_sequences}) in a stream. Add the prompt several times, each with a seed."
+            )
         limit = config.max_length - length
         self._check_limit(limit)
         check_limits(self.model, config, length, length)

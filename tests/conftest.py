@@ -1,10 +1,24 @@
 """What all tests share."""
 
 import re
+from typing import Any
 
 import pytest
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Takes memory addresses out of test ids: pytest-xdist needs the same ids in all processes."""
-    item._nodeid = re.sub(r" at 0x[0-9a-f]+", "", item.nodeid)
+    parametrize = metafunc.parametrize
+
+    def parametrize_without_addresses(*args, ids: Any = None, **kwargs) -> None:
+        if callable(ids):
+            name_of = ids
+
+            def ids(value: Any) -> Any:
+                name = name_of(value)
+                return re.sub(r" at 0x[0-9a-f]+", "", name) if isinstance(name, str) else name
+
+        parametrize(*args, ids=ids, **kwargs)
+
+    metafunc.parametrize = parametrize_without_addresses

@@ -1,4 +1,4 @@
-"""Scores and speeds of the reference models, and the curve of score against speed."""
+"""Scores and speeds of the reference models."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks import curve, reference
+from benchmarks import reference
 from benchmarks.reference import score, teacher_answers
 from reference_models import HERE, load
 from untrained_reference_models import save_untrained_models
@@ -41,18 +41,6 @@ def test_the_report_is_one_json_object(untrained_models, tmp_path, capsys):
     targets = [figure["target"] for figure in found["figures"] if figure["target"] is not None]
     assert sorted(targets) == [-2.0, 2.5, 2.5, 4.0, 20.0, 20.0, 90.0, 90.0]
     assert found["environment"]["dtype"] == "bfloat16" and found["environment"]["problems"] == 2
-
-
-@pytest.mark.slow
-def test_the_curve_is_drawn(untrained_models, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(curve, "BLOCK_SIZES", (8, 16))
-    monkeypatch.setattr(curve, "THRESHOLDS", (0.5, 0.9, 0.98))
-    curve.main(["--models", str(untrained_models), "--problems", "1", "--output", str(tmp_path)])
-    rows = (tmp_path / "curve.csv").read_text().splitlines()
-    assert rows[0] == "block_size,confidence_threshold,score,tokens_per_forward,tokens_per_second"
-    assert [row.split(",")[:2] for row in rows[1:]] == [[k, t] for k in ("8", "16") for t in ("0.5", "0.9", "0.98")]
-    assert (tmp_path / "curve.png").stat().st_size > 0
-    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["curve"]) == 6
 
 
 @pytest.mark.slow

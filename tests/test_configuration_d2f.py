@@ -6,6 +6,7 @@ import pytest
 from d2f_hf.modeling.configuration_d2f import D2FConfig
 from transformers import AutoConfig
 
+import d2f_hf
 from golden_data import GOLDEN
 from tiny_models import FAMILIES, OTHER, tiny_config
 
@@ -113,3 +114,79 @@ def test_an_old_rope_scaling_is_understood(family):
     assert config.rope_parameters["rope_type"] == "linear"
     assert (config.rope_parameters["factor"], config.rope_parameters["rope_theta"]) == (2.0, 1000.0)
     assert tiny_config(family, rope_scaling=None).rope_parameters["rope_type"] == "default"
+
+
+@all_families
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rms_norm_eps": 1, "initializer_range": 0, "use_cache": None},
+        {"dtype": "torch.float32"},
+        {"torch_dtype": "torch.bfloat16"},
+        {"dtype": "auto"},
+        {"eos_token_id": [2, 3], "pad_token_id": None, "mask_token_id": None},
+        {"return_dict": False, "output_hidden_states": True, "something_else": {"a": [1]}},
+    ],
+    ids=str,
+)
+def test_values_of_other_files_are_accepted_and_come_back(family, values, tmp_path):
+    """An integer for a float, and torch's own spelling of a dtype, were errors."""
+    config_class, _, _ = FAMILIES[family]
+    config = tiny_config(family, **values)
+    config.save_pretrained(tmp_path)
+    reloaded = config_class.from_pretrained(tmp_path)
+    assert {**reloaded.to_dict(), "_name_or_path": ""} == config.to_dict()
+
+
+@all_families
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 0), ("hidden_size", 0), ("num_attention_heads", 0), ("num_key_value_heads", 0)],
+)
+def test_a_size_of_zero_is_an_error(family, name, value):
+    """Such a model loaded, and failed in `generate`, or divided by zero."""
+    config_class, _, _ = FAMILIES[family]
+    with pytest.raises(Exception, match=f"`{config_class.attribute_map.get(name, name)}` must be at least 1"):
+        tiny_config(family, **{name: value})
+
+
+@all_families
+def test_a_rope_type_or_dtype_that_there_is_not_is_an_error(family):
+    with pytest.raises(Exception, match="`rope_type`"):
+        tiny_config(family, rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="`dtype`"):
+        tiny_config(family, dtype="nonsense")
+
+
+class Derived(d2f_hf.D2FLLaDAConfig):
+    """As in a script: with a type of its own, a default of its own, and a field of its own."""
+
+    model_type = "derived"
+    block_size: int = 7
+    more: int = 3
+
+
+def test_a_derived_config_is_saved_as_the_published_class(tmp_path):
+    values = {
+        name: value for name, value in tiny_config().to_dict().items() if name not in ("model_type", "block_size")
+    }
+    Derived(**values).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["model_type"], saved["block_size"], saved["more"]) == ("d2f_llada", 7, 3)
+    assert saved["auto_map"] == {"AutoConfig": "configuration_d2f_llada.D2FLLaDAConfig"}
+    assert {file.name for file in tmp_path.glob("*.py")} == {"configuration_d2f.py", "configuration_d2f_llada.py"}
+    assert AutoConfig.from_pretrained(tmp_path).block_size == 7
+
+
+@all_families
+def test_a_config_alone_names_no_code_that_is_not_in_its_folder(family, tmp_path):
+    """After the model had been saved, its configuration went on to name the model's code."""
+    _, model_class, _ = FAMILIES[family]
+    model = model_class(tiny_config(family))
+    model.save_pretrained(tmp_path / "model")
+    model.config.save_pretrained(tmp_path / "config")
+    assert set(json.loads((tmp_path / "config" / "config.json").read_text())["auto_map"]) == {"AutoConfig"}
+    model.config.block_size = 5
+    model.config.save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert saved["block_size"] == 5

@@ -272,6 +272,8 @@ def test_what_keeps_tensors_of_a_call_is_not_in_the_fast_mode():
     assert gradient_mode(model, [], type("Mine", (torch.Generator,), {})()) is torch.no_grad
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gradient_mode(model) is torch.no_grad, "autocast keeps cast weights until it ends"
+    with torch.device("meta"):
+        assert gradient_mode(tiny_model()) is torch.inference_mode, "where weights are offloaded"
     for rope_type in ("dynamic", "longrope", "somebody's"):
         model.config.rope_parameters["rope_type"] = rope_type
         assert gradient_mode(model) is torch.no_grad

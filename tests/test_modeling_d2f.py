@@ -5,6 +5,7 @@ What is particular to one is in the test file of its source file.
 
 import ast
 import copy
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -12,17 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from d2f_hf.modeling import block_causal_mask, positions_without_padding, predicting_positions
 from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion, D2FRMSNorm
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 import d2f_hf
 import plain_models
+from d2f_hf import D2FLLaDAForBlockDiffusion
 from golden_data import GOLDEN
 from reference_decoding import reference_decode
 from tiny_models import EOS, FAMILIES, MASK, OTHER, PAD, VOCAB_SIZE, plain_logits, tiny_config, tiny_model
@@ -859,6 +865,59 @@ def test_layers_on_the_disk_give_the_same_logits(family, tmp_path):
 
 
 @all_families
+@pytest.mark.parametrize("decoding", ["d2f", "vanilla", "fast_dllm"])
+def test_embeddings_and_head_on_the_disk_give_the_same_tokens_and_the_device_is_where_it_computes(
+    family, decoding, tmp_path
+):
+    """`model.device` was "meta", because accelerate keeps there what it has offloaded, and streams failed."""
+    model, ids = tiny_model(family=family), random_ids(1, 6)
+    model.save_pretrained(tmp_path)
+    ends = {"llada": ("model.transformer.wte", "model.transformer.ff_out"), "dream": ("model.embed_tokens", "lm_head")}
+    parts = {"llada": ("model.transformer.blocks", "model.transformer.ln_f"), "dream": ("model.layers", "model.norm")}
+    device_map = {
+        **dict.fromkeys(ends[family], "disk"),
+        **dict.fromkeys((*parts[family], "model.rotary_emb"), "cpu"),
+    }
+    offloaded = type(model).from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offload")
+    assert offloaded.get_input_embeddings().weight.is_meta and offloaded.device == torch.device("cpu")
+    assert offloaded(ids).logits.equal(model(ids).logits)
+    expected = model.generate(ids, max_new_tokens=5, decoding=decoding)
+    assert offloaded.generate(ids, max_new_tokens=5, decoding=decoding).equal(expected)
+
+
+def test_a_model_without_weights_is_on_the_meta_device():
+    with torch.device("meta"):
+        assert type(tiny_model())(tiny_config()).device == torch.device("meta")
+
+
+@all_families
+@all_implementations
+def test_a_default_device_changes_nothing_in_forward(family, implementation):
+    """Here it is "meta", which shows tensors that were made there, on a machine without an accelerator, too."""
+    model, ids = model_with(implementation, family), random_ids(2, 6)
+    mask, prompt_lengths = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), torch.tensor([2, 3])
+    window, rest = torch.tensor([[0, 1, -1], [0, 1, 2]]), torch.tensor([[2, -1, -1], [3, 4, 5]])
+    seen, position = torch.ones(2, 1, 3, 6, dtype=torch.bool), torch.arange(4)[None]
+
+    def outputs() -> list[torch.Tensor]:
+        kv_cache, d2f_cache = DynamicCache(config=model.config), d2f_hf.D2FCache(num_layers=2)
+        logits = [model(ids).logits, model(ids, attention_mask=mask, prompt_lengths=prompt_lengths).logits]
+        logits += [model(ids, cache=kv_cache).logits, model(ids, cache=kv_cache).logits]
+        d2f_cache.set_window(window, 3)
+        logits.append(
+            model(ids[:, :3], attention_mask=seen[..., :3], position_ids=window.abs(), cache=d2f_cache).logits
+        )
+        d2f_cache.set_window(rest, 6, is_packed=True)
+        logits.append(model(ids[:1, :4], attention_mask=seen, position_ids=position, cache=d2f_cache).logits)
+        return logits
+
+    expected = outputs()
+    with torch.device("meta"):
+        actual = outputs()
+    assert all(a.equal(e) for a, e in zip(actual, expected, strict=True))
+
+
+@all_families
 def test_another_rope_type_scales_the_frequencies(family, tmp_path):
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model, plain = tiny_model(family=family, rope_parameters=linear), tiny_model(family=family, rope_theta=10000.0)
@@ -877,6 +936,134 @@ def test_new_weights_are_initialised_by_the_config(family):
         assert weights[name].std() == pytest.approx(0.5, rel=0.1), name
     assert (weights[names["norm"]] == 1).all()
     assert all((weight == 0).all() for name, weight in weights.items() if name.endswith(".bias"))
+
+
+# ---- saving: class, module and code come from what the model is ----
+
+
+class Derived(D2FLLaDAForBlockDiffusion):
+    """As in a script or a notebook: its code is in no folder."""
+
+
+class WithMoreWeights(D2FLLaDAForBlockDiffusion):
+    def __init__(self, config):
+        super().__init__(config)
+        self.more = torch.nn.Linear(2, 2)
+
+
+class DerivedConfig(d2f_hf.D2FLLaDAConfig):
+    model_type = "derived"
+    block_size: int = 7
+
+
+def fsdp_model() -> torch.nn.Module:
+    """A model that `fully_shard` has wrapped: it puts another class in the place of the model's."""
+    for layer in (model := tiny_model()).model.get_layers():
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def assert_loads(folder: Path, class_name: str, family: str = "llada") -> None:
+    """The folder names published classes, holds their code, and loads."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [class_name] and config["model_type"] == f"d2f_{family}"
+    for name in config["auto_map"].values():
+        module, _, named = name.partition(".")
+        assert f"class {named}(" in (folder / f"{module}.py").read_text()
+    code = {file.name for file in folder.glob("*.py")}
+    assert {"attention_d2f.py", f"modeling_d2f_{family}.py"} < code and not any("test" in name for name in code)
+    auto_class = AutoModelForCausalLM if "ForBlockDiffusion" in class_name else AutoModel
+    loaded = auto_class.from_pretrained(folder)
+    assert type(loaded).__name__ == f"D2F{ {'llada': 'LLaDA', 'dream': 'Dream'}[family] }ForBlockDiffusion"
+
+
+@pytest.mark.parametrize("kind", ["derived", "compiled", "compiled in place", "merged", "derived config"])
+def test_what_wraps_a_model_is_not_in_the_saved_folder(kind, tmp_path):
+    """`auto_map` named classes of torch, of a test or of `__main__`, and the folder held their files."""
+    model = Derived(tiny_config()) if kind == "derived" else tiny_model()
+    if kind == "compiled":
+        model = torch.compile(model)
+    elif kind == "compiled in place":
+        model.compile()
+    elif kind == "merged":
+        adapted = get_peft_model(Derived(tiny_config()), LoraConfig(target_modules=["q_proj"]))
+        model = adapted.merge_and_unload()
+    elif kind == "derived config":
+        values = {name: value for name, value in tiny_config().to_dict().items() if name != "model_type"}
+        model = D2FLLaDAForBlockDiffusion(DerivedConfig(**values))
+    model.save_pretrained(tmp_path)
+    assert_loads(tmp_path, "D2FLLaDAForBlockDiffusion")
+
+
+@pytest.mark.parametrize("with_state_dict", [False, True])
+def test_a_model_that_fsdp_wraps_is_saved_as_what_it_is(process_group, with_state_dict, tmp_path):
+    """FSDP2 changes the class in place, and the folder held files of torch.distributed and none of the model."""
+    model, options = fsdp_model(), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    named = {"state_dict": get_model_state_dict(model, options=options)} if with_state_dict else {}
+    (tmp_path / "saved").mkdir()
+    model.save_pretrained(tmp_path / "saved", **named)
+    assert_loads(tmp_path / "saved", "D2FLLaDAForBlockDiffusion")
+    ids = random_ids(1, 6)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits.equal(tiny_model()(ids).logits)
+
+
+@all_families
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_base_model_is_saved_with_its_code(family, tied, tmp_path):
+    model, ids = tiny_model(family=family, tie_word_embeddings=tied).model, random_ids(1, 6)
+    model.save_pretrained(tmp_path)
+    assert_loads(tmp_path, type(model).__name__, family)
+    assert type(model).from_pretrained(tmp_path)(ids).last_hidden_state.equal(model(ids).last_hidden_state)
+
+
+def refused(model, match: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        model.save_pretrained(folder)
+    assert not folder.exists() or not list(folder.iterdir()), "it is refused before anything is written"
+
+
+def test_weights_that_the_published_class_has_not_are_refused(tmp_path):
+    refused(WithMoreWeights(tiny_config()), "more.bias, more.weight", tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [("block_size", 0, "block_size"), ("mask_token_id", 99, "mask_token_id"), ("temperature", 0.5, "generation")],
+)
+def test_a_configuration_that_could_not_be_loaded_again_is_refused(name, value, match, tmp_path):
+    model = tiny_model()
+    setattr(model.config, name, value)
+    refused(model, match, tmp_path / "saved")
+
+
+def test_a_generation_config_that_could_not_be_loaded_again_is_refused(tmp_path):
+    model = tiny_model()
+    model.generation_config.confidence_threshold = 7
+    refused(model, "confidence_threshold", tmp_path / "saved")
+    model.generation_config = None
+    refused(model, "`generation_config` must be set", tmp_path / "saved")
+
+
+@all_families
+def test_outputs_that_the_config_asks_for_survive_saving(family, tmp_path):
+    """A tuple without names broke `forward`, and recorded outputs the loading of what had been saved."""
+    model, ids = tiny_model(family=family), random_ids(1, 5)
+    expected = model(ids).logits
+    model.config.return_dict, model.config.output_hidden_states = False, True
+    model.save_pretrained(tmp_path)
+    for same in (model, type(model).from_pretrained(tmp_path)):
+        logits, hidden_states = same(ids)
+        assert logits.equal(expected) and len(hidden_states) == 3
+        assert same(ids, return_dict=True).logits.equal(expected)
+        assert same.model(ids, return_dict=True).last_hidden_state.equal(hidden_states[-1])
 
 
 # ---- names that other libraries go by ----

@@ -36,6 +36,7 @@ PROMPT = torch.tensor([1, 2, 3])
         (PROMPT, {"use_cache": False}, "`use_cache` concerns all requests"),
         (PROMPT, {"seed": 1.5}, "`seed`"),
         (PROMPT, {"seed": True}, "`seed`"),
+        (PROMPT, {"seed": 1, "do_sample": True, "num_return_sequences": 2}, "`seed`"),
         (PROMPT, {"streamer": TextStreamer(letter_tokenizer())}, "`streamer`"),
         (PROMPT, {"attention_mask": torch.ones(1, 3)}, "`attention_mask`"),
         (PROMPT, {"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),

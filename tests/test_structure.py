@@ -21,11 +21,12 @@ MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
 FLOORS = (
-    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f", "decoding_loop", "decoding_rules"),
+    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f"),
+    ("decoding_loop", "decoding_rules"),
     ("attention_d2f", "configuration_d2f_dream", "configuration_d2f_llada", "generation_config_d2f"),
     ("generate_arguments", "response", "window_forward"),
     ("logits_process_d2f",),
-    ("sampler",),
+    ("gradient_mode", "sampler"),
     ("pipelined_decoding", "vanilla_decoding"),
     ("fast_dllm_decoding", "lookahead_decoding", "stream_requests"),
     ("stream_decoding",),

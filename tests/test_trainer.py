@@ -15,7 +15,13 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import DefaultDataCollator, LlamaConfig, LlamaForCausalLM, default_data_collator
+from transformers import (
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    LlamaConfig,
+    LlamaForCausalLM,
+    default_data_collator,
+)
 
 from d2f_hf import (
     D2FDataCollator,
@@ -883,6 +889,19 @@ def test_a_collator_of_another_kind_is_refused(tmp_path, collator):
         collator = D2FTrainer(tiny_model(), arguments(tmp_path)).data_collator
     with pytest.raises(ValueError, match="`data_collator` must be a `D2FDataCollator`"):
         D2FTrainer(tiny_model(), arguments(tmp_path), train_dataset=tiny_dataset(), data_collator=collator)
+
+
+def test_a_stock_collator_that_only_pads_means_the_default(tmp_path):
+    """It ended in an AttributeError about `block_size`. One that pads to a length cannot be followed."""
+    tokenizer, options = letter_tokenizer(), {"train_dataset": RAW, "processing_class": letter_tokenizer()}
+    padding = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=16)
+    trainer = D2FTrainer(letters_model(), arguments(tmp_path), data_collator=padding, **options)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[1] % 16 == 0 and (batch["prompt_lengths"] == 4).all()
+    trainer.train()
+    fixed = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=32)
+    with pytest.raises(ValueError, match="`data_collator` must be a `D2FDataCollator`"):
+        D2FTrainer(letters_model(), arguments(tmp_path), data_collator=fixed, **options)
 
 
 def test_out_of_memory_makes_the_batch_smaller(tmp_path):

@@ -59,10 +59,6 @@ WORKS = {
     "dataloader_drop_last": True,
     "dataloader_num_workers": 1,
     "dataloader_pin_memory": False,
-    "dataloader_persistent_workers": True,
-    "dataloader_prefetch_factor": 1,
-    "dataloader_multiprocessing_context": "fork",
-    "dataloader_in_order": False,
     "train_sampling_strategy": "group_by_length",
     "length_column_name": "length",
     "use_cache": True,
@@ -82,15 +78,14 @@ TOGETHER_WITH = {
     "eval_delay": {"eval_strategy": "steps"},
     "load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1},
     "dataloader_drop_last": {"per_device_eval_batch_size": 3},
-    "dataloader_persistent_workers": {"dataloader_num_workers": 1},
-    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
-    "dataloader_multiprocessing_context": {"dataloader_num_workers": 1},
-    "dataloader_in_order": {"dataloader_num_workers": 1},
 }
 # Tested below or in test_trainer.py, with what they need.
-TESTED_THERE = {"label_smoothing_factor", "batch_eval_metrics", "metric_for_best_model", "torch_compile", "debug"}
+TESTED_THERE = set(
+    "label_smoothing_factor batch_eval_metrics metric_for_best_model torch_compile debug "
+    "dataloader_persistent_workers".split()
+)
 REFUSED = {"remove_unused_columns": True, "label_names": ["answers"], "use_liger_kernel": True}
-# About optimizers, devices, files, the Hub and reports. Nothing that D2FTrainer overrides sees them.
+# About optimizers, workers, devices, files, the Hub and reports. Nothing that D2FTrainer overrides sees them.
 UNTOUCHED = set(
     """
     output_dir learning_rate lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
@@ -100,7 +95,8 @@ UNTOUCHED = set(
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision greater_is_better
     ignore_data_skip restore_callback_states_from_checkpoint use_cpu parallelism_config ddp_find_unused_parameters
     ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
-    do_train do_eval do_predict resume_from_checkpoint local_rank
+    do_train do_eval do_predict resume_from_checkpoint local_rank dataloader_prefetch_factor dataloader_in_order
+    dataloader_multiprocessing_context
     """.split()
 )
 # What `Trainer` itself takes. All are tested in test_trainer.py.

@@ -18,7 +18,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.modeling_outputs import ModelOutput
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -95,7 +101,8 @@ class D2FTrainer(Trainer):
             The adapter. By default the paper's: rank 32, alpha 32, dropout 0.1 on the attention projections.
         data_collator (`D2FDataCollator`, *optional*):
             Makes the clean batches; noise is added to them. By default one with the arguments' `block_size` and
-            `eos_tail`.
+            `eos_tail`. A stock `DataCollatorWithPadding`, which only pads, means the default with its
+            `pad_to_multiple_of`.
         callbacks (`list[TrainerCallback]`, *optional*):
             As in `Trainer`.
         kwargs:
@@ -148,6 +155,9 @@ class D2FTrainer(Trainer):
                 "`peft_config` must be the configuration of an adapter in the model's layers, such as a `LoraConfig`, "
                 f"got a {type(peft_config).__name__}."
             )
+        self._pad_to_multiple_of: int | None = None
+        if type(data_collator) is DataCollatorWithPadding and data_collator.padding in (True, "longest"):
+            self._pad_to_multiple_of, data_collator = data_collator.pad_to_multiple_of, None
         if data_collator is not None and not hasattr(data_collator, "block_size"):
             raise ValueError(
                 f"`data_collator` must be a `D2FDataCollator`, got a {type(data_collator).__name__}: the loss needs "
@@ -353,6 +363,7 @@ class D2FTrainer(Trainer):
                 eos_token_id=_eos_token_id(self.processing_class, config),
                 pad_token_id=_first(config.pad_token_id),
                 eos_tail=args.eos_tail,
+                pad_to_multiple_of=self._pad_to_multiple_of,
             )
         self.data_collator = D2FNoisingCollator(
             clean,
@@ -461,13 +472,14 @@ class D2FTrainer(Trainer):
         self, outputs: D2FTrainingOutput, targets: torch.Tensor, row: torch.Tensor, num_items: torch.Tensor
     ) -> torch.Tensor:
         """`compute_loss_func` of each row, times the row's number of items, `[B]`."""
+        compute_loss_func: Any = self.compute_loss_func
         losses = []
         for b, count in enumerate(num_items):
             of_row = {name: value[row == b] for name, value in outputs.items()}
             if len(of_row["logits"]) == 0:
                 losses.append(torch.zeros((), device=num_items.device))
                 continue
-            loss = self.compute_loss_func(D2FTrainingOutput(**of_row), targets[row == b], num_items_in_batch=count)
+            loss = compute_loss_func(D2FTrainingOutput(**of_row), targets[row == b], num_items_in_batch=count)
             losses.append(loss.detach().float() * count)
         return torch.stack(losses)
 
@@ -536,10 +548,11 @@ class D2FTrainer(Trainer):
             finite = averages[:, 0, 0].isfinite()
             if self.args.logging_nan_inf_filter and finite.any():
                 averages[~finite, 0] = 0.0
+            metrics: Any = output.metrics
             for name, value in _means(averages.sum(0)).items():
                 key = f"{metric_key_prefix}_{name}"
-                if name == "loss" or key not in output.metrics:  # a metric of `compute_metrics` may have the name
-                    output.metrics[key] = value
+                if name == "loss" or key not in metrics:  # a metric of `compute_metrics` may have the name
+                    metrics[key] = value
         return output
 
     def prediction_step(
@@ -598,12 +611,13 @@ class D2FTrainer(Trainer):
             self.data_collator = for_training
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        parameters = inspect.signature(self.model_init).parameters.values()
+        model_init: Any = self.model_init
+        parameters = inspect.signature(model_init).parameters.values()
         required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if len(parameters) <= 1:
             model = super().call_model_init(trial)
         elif not required:
-            model = self.model_init()
+            model = model_init()
         else:
             raise ValueError(
                 "`model_init` must be a function of nothing, or of the trial of a hyperparameter search, got one of "
