@@ -1,7 +1,7 @@
 """README and docs: their code runs, their commands, links, names and figures are there, and their prose is wrapped.
 
-The Python blocks of a document run in order and share one namespace, in a folder that has `examples` and, as after `make
-model`, `my-d2f-model`. Hub ids become small checkpoints of the same layout, see `CHECKPOINTS`.
+The Python blocks of a document run in order and share one namespace, in a folder that has `examples` and, as after
+`make model`, `my-d2f-model`. Hub ids become small checkpoints of the same layout, see `CHECKPOINTS`.
 """
 
 import json
