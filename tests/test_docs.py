@@ -1,7 +1,7 @@
 """README and docs: their code runs, their commands, links, names and figures are there, and their prose is wrapped.
 
-The Python blocks of a document run in order and share one namespace, in a folder with two things of a fresh clone after
-`make model`: `examples` and `my-d2f-model`. Hub ids become small checkpoints of the same layout, see `CHECKPOINTS`.
+The Python blocks of a document run in order and share one namespace, in a folder that has `examples` and, as after
+`make model`, `my-d2f-model`. Hub ids become small checkpoints of the same layout, see `CHECKPOINTS`.
 """
 
 import json
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from d2f_hf.modeling.generation_config_d2f import OPTIONS
 from transformers import AutoTokenizer, TrainingArguments
 
 import d2f_hf
 import reference_models
 from d2f_hf import D2FTrainingArguments
-from d2f_hf.modeling.generation_config_d2f import OPTIONS
 from golden_data import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,21 +247,26 @@ def median_of(name: str) -> float:
 
 def table_of_the_readme() -> list[str]:
     """The rows as the reports have them."""
-    score = median_of("D2F student score, %")
     behind = median_of("engine: D2F score less Fast-dLLM, dual cache score, points")
     over_fast_dllm = median_of("engine: D2F tokens/s over Fast-dLLM, dual cache tokens/s, median over problems")
+    over_twin = median_of("D2F tokens/s over twin tokens/s")
+    over_vanilla = median_of("D2F tokens/s over vanilla tokens/s at length 256")
+    right = {"twin": median_of("twin score, %"), "D2F": median_of("D2F student score, %")}
+    right["teacher"] = median_of("teacher score, % (vanilla, one token per step)")
+    per_second = {name: f"{median_of(f'{name} tokens/s'):,.0f}" for name in ("D2F", "twin")}
+    per_second["teacher"] = f"{median_of('vanilla tokens/s at length 256'):,.0f}"
+    per_forward = f"{median_of('D2F tokens per forward'):.1f}"
+    twin, fast_dllm, vanilla = (
+        "autoregressive model, `generate` of transformers",
+        "its diffusion teacher, Fast-dLLM with dual cache",
+        "its diffusion teacher, original sampler",
+    )
     cells = [
-        ["**D2F student**", f"{score:.1f} %", f"{median_of('D2F tokens/s'):,.0f}",
-         f"{median_of('D2F tokens per forward'):.1f}", ""],
-        ["autoregressive model, `generate` of transformers", f"{median_of('twin score, %'):.1f} %",
-         f"{median_of('twin tokens/s'):,.0f}", "1", f"{median_of('D2F tokens/s over twin tokens/s'):.1f} times as fast"],
-        ["its diffusion teacher, Fast-dLLM with dual cache", f"{behind:.1f} points fewer than D2F", "", "",
-         f"{over_fast_dllm:.1f} times as fast"],
-        ["its diffusion teacher, original sampler",
-         f"{median_of('teacher score, % (vanilla, one token per step)'):.1f} %",
-         f"{median_of('vanilla tokens/s at length 256'):,.0f}", "1",
-         f"{median_of('D2F tokens/s over vanilla tokens/s at length 256'):.0f} times as fast"],
-    ]  # fmt: skip
+        ["**D2F student**", f"{right['D2F']:.1f} %", per_second["D2F"], per_forward, ""],
+        [twin, f"{right['twin']:.1f} %", per_second["twin"], "1", f"{over_twin:.1f} times as fast"],
+        [fast_dllm, f"{behind:.1f} points fewer than D2F", "", "", f"{over_fast_dllm:.1f} times as fast"],
+        [vanilla, f"{right['teacher']:.1f} %", per_second["teacher"], "1", f"{over_vanilla:.0f} times as fast"],
+    ]
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
