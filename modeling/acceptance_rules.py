@@ -116,7 +116,7 @@ def accepted_tokens(
         `torch.BoolTensor` of shape `(B, N, K)`.
     """
     is_confident = is_masked & (probability > confidence_threshold)
-    must_accept = is_fully_activated & is_masked.any(-1) & ~is_confident.any(-1)  # [B, N]
+    must_accept = is_fully_activated & (is_masked.any(-1) > is_confident.any(-1))  # [B, N]
     best = ranking.where(is_masked, -torch.inf).argmax(-1, keepdim=True)
     return is_confident.scatter_add(-1, best, must_accept[..., None])  # of bools: or
 

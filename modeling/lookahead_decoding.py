@@ -103,14 +103,13 @@ class LookAheadDecoder(PipelinedDecoder):
     def _accept(
         self,
         has_prediction: torch.BoolTensor,
-        row: torch.LongTensor,
-        index: torch.LongTensor,
+        has_logits: torch.BoolTensor,
         prediction: Prediction,
         is_fully_activated: torch.BoolTensor,
     ) -> torch.BoolTensor:
         has_prediction = has_prediction & ~self.tried_by_winner
-        accepted = super()._accept(has_prediction, row, index, prediction, is_fully_activated)
-        return accepted | self.tried_by_winner[row, index]
+        accepted = super()._accept(has_prediction, has_logits, prediction, is_fully_activated)
+        return accepted[:, : has_prediction.shape[1]] | self.tried_by_winner
 
     def _of_all_branches(
         self, row: torch.LongTensor, index: torch.LongTensor

@@ -16,12 +16,13 @@ from .acceptance_rules import Credit, accept, tokens_to_remask
 from .decoding_loop import BlockDiffusionModel
 from .decoding_rules import (
     as_blocks,
+    block_sizes,
     decoded_ratio,
-    final_blocks,
+    final_length,
     first_index,
     fully_activated,
     opened_blocks,
-    scatter_rows,
+    spread,
 )
 from .generation_config_d2f import D2FGenerationConfig
 from .response import Response
@@ -99,6 +100,7 @@ class PipelinedDecoder:
         self.live = torch.zeros(0, dtype=torch.long, device="cpu")
         self.prompt_lengths, self.limits, self.num_blocks = (self.live,) * 3
         self.num_opened, self.num_committed, self.num_copies, self.joined_at_step = (self.live,) * 4
+        self.position = torch.arange(response.max_new_tokens, device="cpu")  # in the response
 
     @property
     def cache(self):
@@ -149,17 +151,39 @@ class PipelinedDecoder:
 
     def _keep_rows(self, kept: torch.LongTensor, new: torch.LongTensor, num_copies: torch.LongTensor) -> None:
         """Keeps the live rows `kept`, in that order, and adds the rows `new` of the response behind them."""
-        zeros = torch.zeros_like(new)
         if self.credit is not None:
             self.credit = self.credit.select(kept, len(new))
-        self.live = torch.cat([self.live[kept], new])
-        self.num_opened = torch.cat([self.num_opened[kept], zeros])
-        self.num_committed = torch.cat([self.num_committed[kept], zeros])
-        self.num_copies = torch.cat([self.num_copies[kept], num_copies])
-        self.joined_at_step = torch.cat([self.joined_at_step[kept], torch.full_like(new, self.num_steps)])
-        self.prompt_lengths, self.limits = self.response.prompt_lengths[self.live], self.response.limits[self.live]
-        self.num_blocks = (self.limits + (self.block_size - 1)) // self.block_size
-        self.live_options = {name: values[self.live] for name, values in self.row_options.items()}
+        self.live, self.num_opened, self.num_committed, self.num_copies, self.joined_at_step = (
+            values.index_select(0, kept)
+            for values in (self.live, self.num_opened, self.num_committed, self.num_copies, self.joined_at_step)
+        )
+        if len(new) > 0:
+            zeros = torch.zeros_like(new)
+            self.live = torch.cat([self.live, new])
+            self.num_opened = torch.cat([self.num_opened, zeros])
+            self.num_committed = torch.cat([self.num_committed, zeros])
+            self.num_copies = torch.cat([self.num_copies, num_copies])
+            self.joined_at_step = torch.cat([self.joined_at_step, torch.full_like(new, self.num_steps)])
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """What the live rows have for as long as they are live."""
+        response, block_size = self.response, self.block_size
+        self.prompt_lengths, self.limits = (
+            values.index_select(0, self.live) for values in (response.prompt_lengths, response.limits)
+        )
+        self.num_blocks = (self.limits + (block_size - 1)) // block_size
+        self.sizes = block_sizes(self.limits, block_size, -(-response.max_new_tokens // block_size))
+        # Where their response tokens are among those of all rows, `(A, R)`.
+        first = self.live * response.sequences.shape[1] + self.prompt_lengths
+        self.slots = first[:, None] + self.position
+        options = {name: values.index_select(0, self.live) for name, values in self.row_options.items()}
+        self.live_options = options
+        self.block_activation_threshold = options["block_activation_threshold"][:, None]
+        self.row_acceptance_options = self.acceptance_options
+        if "confidence_threshold" in self.acceptance_options:
+            threshold = options["confidence_threshold"][:, None, None]
+            self.row_acceptance_options = {**self.acceptance_options, "confidence_threshold": threshold}
 
     def step(self) -> None:
         """One forward for all live rows, and what follows from it.
@@ -175,47 +199,45 @@ class PipelinedDecoder:
         response, config, block_size = self.response, self.generation_config, self.block_size
 
         # 1. Which blocks there are.
-        is_masked, first_eos = self.is_masked, self.first_eos  # [A, R'], [A]
-        ratio = decoded_ratio(is_masked, block_size, self.limits)  # [A, N]
-        # Without an EOS that is the limit, which lies inside the last block if that one is short.
-        eos_block = torch.where(first_eos < self.limits, first_eos // block_size, self.num_blocks)
-        options = self.live_options
+        is_masked, options = self.is_masked, self.live_options  # [A, R']
+        length = is_masked.shape[1]
+        blocks = as_blocks(is_masked, block_size)
+        ratio = decoded_ratio(blocks, self.sizes[:, : blocks.shape[1]])  # [A, N]
         self.num_opened = opened_blocks(
             self.num_opened,
             ratio,
             self.num_blocks,
-            eos_block,
+            self.first_eos // block_size,
             options["block_add_threshold"],
             options.get("max_active_blocks"),
         )
-        is_fully_activated = fully_activated(ratio, options["block_activation_threshold"][:, None])
+        is_fully_activated = fully_activated(ratio, self.block_activation_threshold)
         opened_length = torch.minimum(self.num_opened * block_size, self.limits)  # in tokens of the response
+        final = final_length(self.first_masked, opened_length, block_size)
 
         # 2. The window.
         start, end = self.num_committed, self.prompt_lengths + opened_length
-        position = torch.arange(is_masked.shape[1], device="cpu")
-        has_prediction = is_masked & (position < opened_length[:, None])  # [A, R']
+        has_prediction = is_masked & (self.position[:length] < opened_length[:, None])  # [A, R']
         has_logits = has_prediction
         if config.remask_threshold:
-            has_logits = has_prediction | self._may_be_remasked(ratio, opened_length)
+            has_logits = has_prediction | self._may_be_remasked(final, opened_length)
         row, index = has_logits.nonzero(as_tuple=True)  # of the live rows, and in the response
 
         # 3. Forward.
         if self.use_cache:
-            final = torch.minimum(final_blocks(ratio, self.num_opened) * block_size, self.limits)
             self.num_committed = self.prompt_lengths + final
         logits = self._forward(start, end, row, index)  # [M, V]
         self.num_steps += 1
         if self.has_copies:
             source, logits, row, index = self._split_shared_rows(row, index, logits)
-            has_prediction, is_fully_activated, start, end = (
-                values[source] for values in (has_prediction, is_fully_activated, start, end)
+            has_prediction, has_logits, is_fully_activated, start, end = (
+                values[source] for values in (has_prediction, has_logits, is_fully_activated, start, end)
             )
 
         # 4. Accept.
-        response_row = self.live[row]
+        response_row = self.live.index_select(0, row)
         logits, prediction = self._predict(logits, row, index, response_row)
-        accepted = self._accept(has_prediction, row, index, prediction, is_fully_activated)
+        accepted = self._accept(has_prediction, has_logits, prediction, is_fully_activated)[row, index]
         if self.trace is not None:
             self._record(start, end, row, index, prediction.tokens, accepted)
         response.accept(accepted, response_row, index, prediction.tokens, scores=prediction.scores, logits=logits)
@@ -229,18 +251,19 @@ class PipelinedDecoder:
         self._drop_finished_rows()
 
     def _refresh(self) -> None:
-        """Sees which response tokens of the live rows are masked, `(A, R')`, and where their text ends, `(A,)`.
+        """Sees which response tokens of the live rows are masked, `(A, R')`, the first of them, and the first EOS.
 
-        The end is the index of the first EOS, or the limit. R' covers all blocks that can be open in the next step.
+        Where there is none, that is the limit. R' covers all blocks that can be open in the next step.
         """
         if len(self.live) == 0:
             return
         response = self.response
-        length = min((int(self.num_opened.max()) + 1) * self.block_size, response.max_new_tokens)
-        position = torch.arange(length, device="cpu")
-        tokens = response.sequences[self.live[:, None], self.prompt_lengths[:, None] + position]
-        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, self.limits[:, None]).amin(-1)
+        length = min((max(self.num_opened.tolist()) + 1) * self.block_size, response.max_new_tokens)
+        position, limits = self.position[:length], self.limits[:, None]
+        tokens = response.sequences.take(self.slots[:, :length])
         self.is_masked = tokens == response.mask_token_id
+        self.first_masked = torch.where(self.is_masked, position, limits).amin(-1)
+        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, limits).amin(-1)
 
     def _forward(
         self, start: torch.LongTensor, end: torch.LongTensor, row: torch.LongTensor, index: torch.LongTensor
@@ -260,29 +283,27 @@ class PipelinedDecoder:
     def _accept(
         self,
         has_prediction: torch.BoolTensor,
-        row: torch.LongTensor,
-        index: torch.LongTensor,
+        has_logits: torch.BoolTensor,
         prediction: Prediction,
         is_fully_activated: torch.BoolTensor,
     ) -> torch.BoolTensor:
-        """Which of the predicted tokens, `(M,)`, are accepted: only those that `has_prediction` `(A, R')` can be."""
-        shape, block_size = has_prediction.shape, self.block_size
+        """Which tokens, `(A, R')` or a whole block more, are accepted: only those that `has_prediction` can be.
+
+        `prediction` is about the tokens that `has_logits` `(A, R')`.
+        """
+        block_size = self.block_size
         if self.sampler.left_to_right:  # a token waits for those before it
-            position = torch.arange(shape[1], device="cpu")
-            is_next = position == first_index(has_prediction)[:, None]
+            is_next = self.position[: has_prediction.shape[1]] == first_index(has_prediction)[:, None]
             if "left_to_right" in self.live_options:
                 is_next |= ~self.live_options["left_to_right"][:, None]
             has_prediction = has_prediction & is_next
-        probability = as_blocks(scatter_rows(prediction.probability, row, index, shape), block_size)  # [A, N, K]
+        probability = as_blocks(spread(prediction.probability, has_logits), block_size)  # [A, N, K]
         ranking = probability
         if prediction.ranking is not prediction.probability:
-            ranking = as_blocks(scatter_rows(prediction.ranking, row, index, shape), block_size)
+            ranking = as_blocks(spread(prediction.ranking, has_logits), block_size)
         tokens = None
         if self.generation_config.acceptance_rule == "credit":
-            tokens = as_blocks(scatter_rows(prediction.tokens, row, index, shape), block_size)
-        thresholds = {}
-        if "confidence_threshold" in self.acceptance_options:
-            thresholds = {"confidence_threshold": self.live_options["confidence_threshold"][:, None, None]}
+            tokens = as_blocks(spread(prediction.tokens, has_logits), block_size)
         accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
             tokens,
@@ -290,17 +311,16 @@ class PipelinedDecoder:
             ranking,
             is_fully_activated,
             credit=self.credit,
-            **{**self.acceptance_options, **thresholds},
+            **self.row_acceptance_options,
         )
-        return accepted.flatten(1)[row, index]
+        return accepted.flatten(1)
 
-    def _may_be_remasked(self, ratio: torch.FloatTensor, opened_length: torch.LongTensor) -> torch.BoolTensor:
-        """The decoded tokens, `(A, R')`, of open blocks that are not final, up to an EOS and without it.
+    def _may_be_remasked(self, final: torch.LongTensor, opened_length: torch.LongTensor) -> torch.BoolTensor:
+        """The decoded tokens, `(A, R')`, of open blocks behind the `final` tokens `(A,)`, up to an EOS and without it.
 
         An EOS and what is behind it stay, because the blocks behind an EOS are gone.
         """
-        position = torch.arange(self.is_masked.shape[1], device="cpu")
-        final = final_blocks(ratio, self.num_opened) * self.block_size
+        position = self.position[: self.is_masked.shape[1]]
         end = torch.minimum(opened_length, self.first_eos)
         return ~self.is_masked & (position >= final[:, None]) & (position < end[:, None])
 
@@ -344,6 +364,7 @@ class PipelinedDecoder:
         rows, source = self.live[source] + number, torch.cat([old, source])
         self._keep_rows(source, rows[:0], rows[:0])
         self.live[num_rows:] = rows
+        self._look_up()
         own = [(row == a).nonzero().flatten() for a in source.tolist()]
         num_own = source.new_tensor([len(tokens) for tokens in own])
         row = torch.repeat_interleave(torch.arange(len(source), device="cpu"), num_own)
@@ -355,7 +376,7 @@ class PipelinedDecoder:
         end = self.first_eos
         if self.response.has_listeners:
             end = torch.minimum(end, self.response.stopped_at[self.live])
-        self._leave(first_index(self.is_masked) >= end)
+        self._leave(self.first_masked >= end)
 
     def remove_rows(self, rows: torch.LongTensor) -> None:
         """Takes `rows` of the response out, finished or not; between two steps, and after their first one."""
@@ -363,10 +384,10 @@ class PipelinedDecoder:
 
     def _leave(self, is_leaving: torch.BoolTensor) -> None:
         """The live rows that are leaving, `(A,)`, leave. The last rows take their slots in the cache."""
-        is_live = ~is_leaving
-        num_live = int(is_live.sum())
+        num_live = len(self.live) - sum(is_leaving.tolist())
         if num_live == len(self.live):
             return
+        is_live = ~is_leaving
         self.num_forward_passes[self.live[~is_live]] = self.num_steps - self.joined_at_step[~is_live]
         kept = torch.arange(num_live, device="cpu")
         targets = (~is_live[:num_live]).nonzero().flatten()
@@ -375,7 +396,9 @@ class PipelinedDecoder:
         if len(sources):
             self._move_rows(sources, targets)
         self._keep_rows(kept, sources[:0], sources[:0])
-        self.is_masked, self.first_eos = self.is_masked[kept], self.first_eos[kept]
+        self.is_masked, self.first_masked, self.first_eos = (
+            values.index_select(0, kept) for values in (self.is_masked, self.first_masked, self.first_eos)
+        )
 
     def _record(
         self,

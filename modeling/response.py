@@ -259,8 +259,8 @@ class Response:
         Their `scores` and `logits`, `values` of shape `(M, V)`, are kept as far as they are asked for.
         """
         chosen = accepted.nonzero().squeeze(1)
-        row, index = row[chosen], index[chosen]
-        self.sequences[row, self.prompt_lengths[row] + index] = tokens[chosen]
+        row, index, tokens = (values.index_select(0, chosen) for values in (row, index, tokens))
+        self.sequences[row, self.prompt_lengths.index_select(0, row) + index] = tokens
         for name in self.kept:
             own = values[name][chosen.to(self.device)].float()
             if self.kept[name] is None:

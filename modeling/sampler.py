@@ -204,7 +204,7 @@ def sample_tokens(
 def _argmax(values: torch.FloatTensor) -> torch.LongTensor:
     """`values.argmax(-1, keepdim=True)` of `values` `(M, V)`."""
     num_rows, size = values.shape
-    if values.device.type != "cpu" or size < 64 * 64 or size % 64:
+    if values.device.type != "cpu" or size < 512 or size % 64 or values.numel() < 2**16:
         return values.max(-1, keepdim=True).indices
     # A CPU finds a largest value several times faster than its index: first that of 64 values each, then indices.
     groups = values.view(num_rows, -1, 64)

@@ -44,6 +44,10 @@ class WindowForward:
         self.look_back = int(model.config.right_shift_logits)  # the token before the window predicts its first one
         self.cache = D2FCache(model.config.num_hidden_layers, num_slots, device)
         self.compiled: Callable | None = None
+        self.slot = torch.arange(num_slots, device="cpu")
+        # What the tokens of a window see that starts with a block, counted from its start.
+        position = torch.arange(-self.look_back, num_slots, device="cpu")[None]
+        self.visible_from_start = visible_length(position, position.new_zeros(1), block_size)[0]
 
     def compile(self, compile_config: CompileConfig | None, num_rows: int) -> None:
         """From now on feeds at most `num_rows` rows to a compiled model."""
@@ -67,29 +71,37 @@ class WindowForward:
             sequences (`torch.LongTensor` of shape `(B, L)`): Tokens, on the host like all arguments.
             rows (`torch.LongTensor` of shape `(A,)`): The rows that are fed, in the order of the cache's rows.
             prompt_lengths (`torch.LongTensor` of shape `(A,)`): Prompt tokens of each row.
-            start, end (`torch.LongTensor` of shape `(A,)`): The window of each row. Of what is before it, keys and
-                values are in the cache.
+            start, end (`torch.LongTensor` of shape `(A,)`): The window of each row, which starts with the row or with
+                a response block. Of what is before it, keys and values are in the cache.
             row, index (`torch.LongTensor` of shape `(M,)`): The response tokens whose logits are wanted.
 
         Returns:
             `torch.Tensor` of shape `(M, V)`: logits that predict these tokens, on the model's device.
         """
-        is_first_forward = int(start.min()) == 0
-        if self.look_back:
-            start = (start - 1).clamp(min=0)
-        width, num_slots = int((end - start).max()), int(end.max())
+        starts, ends = start.tolist(), end.tolist()
+        is_first_forward = min(starts) == 0
+        width = max(last - max(first - self.look_back, 0) for first, last in zip(starts, ends, strict=True))
+        num_slots = max(ends)
         # Prompts have any length. Compiled shapes are for the steps behind them.
         is_compiled = self.compiled is not None and not is_first_forward
         if is_compiled:
             width, num_slots = bucket(width, self.block_size), bucket(num_slots, CHUNK)
-        position = start[:, None] + torch.arange(width, device="cpu")  # [A, W]
-        is_fed = position < end[:, None]
-        position = position.where(is_fed, 0)
-        visible = torch.minimum(visible_length(position, prompt_lengths, self.block_size), end[:, None])  # [A, W]
-        allowed = torch.arange(num_slots, device="cpu") < visible[..., None]  # [A, W, S]
-        column = (prompt_lengths - start)[row] + (index - self.look_back)  # in the window
-        write_slots = position.where(is_fed, PADDING)
-        input_ids = sequences[rows[:, None], position]
+        first = (start - self.look_back).clamp(min=0) if self.look_back else start
+        position = first[:, None] + self._slots(width)  # [A, W]
+        write_slots, is_fed = position, None
+        is_ragged = len(ends) > 1 or is_compiled
+        if is_ragged:  # a row alone has no padding
+            is_fed = position < end[:, None]
+            position, write_slots = position.where(is_fed, 0), position.where(is_fed, PADDING)
+        if is_first_forward or is_compiled:
+            visible = visible_length(position, prompt_lengths, self.block_size)
+        else:
+            visible = start[:, None] + self.visible_from_start[:width]
+        if is_ragged:  # there are slots behind the end of a row
+            visible = torch.minimum(visible, end[:, None])
+        allowed = self._slots(num_slots) < visible[..., None]  # [A, W, S]
+        column = index + (prompt_lengths - first - self.look_back).index_select(0, row)  # in the window
+        input_ids = sequences.take(position + (rows * sequences.shape[1])[:, None])
         is_packed = False
         if is_compiled:  # rows of nothing but padding, which see one slot
             num_rows = len(position)
@@ -98,17 +110,17 @@ class WindowForward:
             write_slots = F.pad(write_slots, (0, 0, 0, missing), value=PADDING)
             allowed = F.pad(allowed, (0, 0, 0, 0, 0, missing))
             allowed[num_rows:, :, 0] = True
-        elif len(position) > 1 and is_worth_packing(is_fed):  # one row of what is no padding
+        elif is_fed is not None and is_worth_packing(is_fed):  # one row of what is no padding
             is_packed = True
             column = (is_fed.flatten().cumsum(0) - 1)[row * width + column]
             row = torch.zeros_like(row)
             input_ids, position = input_ids[is_fed][None], position[is_fed][None]
         self.cache.set_window(write_slots, num_slots, is_packed)
-        # Nobody waits for what goes to the device.
-        input_ids, allowed, position, row, column = (
-            values.to(self.device, non_blocking=True)
-            for values in (input_ids, allowed[:, None], position, row, column)
-        )
+        allowed = allowed[:, None]
+        if self.device.type != "cpu":  # nobody waits for what goes to the device
+            input_ids, allowed, position, row, column = (
+                values.to(self.device, non_blocking=True) for values in (input_ids, allowed, position, row, column)
+            )
         inputs = {
             "input_ids": input_ids,
             "attention_mask": allowed,
@@ -119,6 +131,12 @@ class WindowForward:
             hidden_states = self.compiled(**inputs).last_hidden_state
             return self.model.get_output_embeddings()(hidden_states[row, column])
         return self.model(**inputs, logits_to_keep=(row, column)).logits
+
+    def _slots(self, number: int) -> torch.LongTensor:
+        """`arange(number)`. A bucket may have more slots than the longest row."""
+        if number > self.slot.shape[0]:
+            self.slot = torch.arange(number, device="cpu")
+        return self.slot[:number]
 
 
 def is_worth_packing(is_fed: torch.BoolTensor) -> bool:

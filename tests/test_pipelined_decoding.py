@@ -76,16 +76,6 @@ def test_a_window_without_its_padding_decodes_the_same(family, implementation, m
     assert output.sequences.equal(expected.sequences) and output.trace == expected.trace
 
 
-def test_padding_is_left_out_where_there_is_much_of_it():
-    fed = torch.ones(8, 50, dtype=torch.bool)
-    assert not window_forward.is_worth_packing(fed)
-    fed[:, 41:] = False
-    assert not window_forward.is_worth_packing(fed), "18 % of the positions"
-    fed[:, 39:] = False
-    assert window_forward.is_worth_packing(fed), "22 %"
-    assert not window_forward.is_worth_packing(fed[:4]), "so few that it is not worth the trouble"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_the_same_prompt_share_its_first_forward(family):
     model = eager_model(family)

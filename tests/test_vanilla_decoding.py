@@ -234,3 +234,51 @@ def test_a_vanilla_row_is_sampled_from_the_whole_vocabulary():
         min_new_tokens=64,
     )  # fmt: skip
     assert len(set(output[0].tolist())) > 20 and MASK not in output
+
+
+def accepted_counts(unmask_schedule: str, num_masked: list[int], block_size: int, num_steps: int) -> list[list[int]]:
+    """How many tokens each step accepts of rows with `num_masked` masked ones, at the end of the block."""
+    is_masked = torch.arange(block_size) >= block_size - torch.tensor(num_masked)[:, None]
+    ranking = torch.rand(is_masked.shape, generator=torch.Generator().manual_seed(0))
+    counts = []
+    for step in range(num_steps):
+        accepted = vanilla_accepted_tokens(is_masked, ranking, step, num_steps, unmask_schedule)
+        assert not (accepted & ~is_masked).any()
+        counts.append(accepted.sum(-1).tolist())
+        lowest = ranking.where(accepted, 2.0).amin(-1)
+        is_masked = is_masked & ~accepted
+        assert (ranking.where(is_masked, -1.0).amax(-1) <= lowest).all(), "the highest-ranking ones"
+    return counts
+
+
+def test_the_even_schedule_gives_what_does_not_divide_evenly_to_the_first_steps():
+    assert accepted_counts("even", [8, 4], block_size=8, num_steps=3) == [[3, 3], [3, 1], [2, 0]]
+
+
+def test_the_linear_schedule_accepts_a_share_of_what_is_left_and_all_in_the_last_step():
+    """Shares of 4 steps from time 1 to 0.001: 0.24975, 0.33289, 0.49900, and all."""
+    assert accepted_counts("linear", [12, 5], block_size=12, num_steps=4) == [[2, 1], [3, 1], [3, 1], [4, 2]]
+
+
+def test_the_independent_schedule_leaves_each_token_to_chance_and_takes_all_in_the_last_step():
+    is_masked, generator = torch.ones(1, 4000, dtype=torch.bool), torch.Generator().manual_seed(0)
+    is_masked[0, ::4] = False
+    first, last = (
+        vanilla_accepted_tokens(is_masked, torch.zeros(1, 4000), step, 2, "independent", generator=generator)
+        for step in (0, 1)
+    )
+    assert not (first & ~is_masked).any() and 1400 < int(first.sum()) < 1600
+    assert last.equal(is_masked)
+
+
+def test_a_ranking_temperature_draws_what_is_accepted():
+    is_masked, ranking = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.9, 0.8, 0.1, 0.0]])
+    generator = torch.Generator().manual_seed(0)
+    cold, hot = (
+        {
+            tuple(vanilla_accepted_tokens(is_masked, ranking, 0, 4, "even", temperature, generator)[0].tolist())
+            for _ in range(100)
+        }
+        for temperature in (0.001, 10.0)
+    )
+    assert cold == {(True, False, False, False)} and len(hot) == 4

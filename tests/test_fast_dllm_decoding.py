@@ -281,3 +281,13 @@ def test_what_a_saved_config_says_for_other_modes_does_not_count_and_what_it_say
 def test_arguments_that_make_no_sense_here_are_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         tiny_model().generate(torch.tensor([[1, 2]]), **{"decoding": "fast_dllm", "max_new_tokens": 4, **arguments})
+
+
+def test_fast_dllm_accepts_the_best_token_and_each_that_reaches_the_threshold():
+    """In D2F a token has to exceed the threshold. The best one is that of the ranking, and is always masked."""
+    is_masked = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    probability = torch.tensor([[0.5, 0.75, 0.25, 1.0], [0.5, 0.25, 0.25, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    accepted = fast_dllm_accepted_tokens(is_masked, probability, probability, 0.75)
+    assert accepted.tolist() == [[False, True, False, False], [True, False, False, False], [False] * 4]
+    accepted = fast_dllm_accepted_tokens(is_masked, probability, 1 - probability, 0.75)
+    assert accepted.tolist() == [[False, True, True, False], [False, True, False, False], [False] * 4]
