@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     DataCollatorWithPadding,
     DefaultDataCollator,
     LlamaConfig,
@@ -1062,10 +1063,16 @@ def test_the_block_size_that_was_trained_is_saved(tmp_path):
     trainer.model.save_pretrained(tmp_path / "by_peft")
     for folder in ("by_trainer", "by_peft", "runs/checkpoint-3"):
         assert (tmp_path / folder / "adapter_config.json").exists()
-        config = json.loads((tmp_path / folder / "config.json").read_text())
-        assert (config["block_size"], config["mask_token_id"], config["use_cache"]) == (8, MASK, True)
-        assert "auto_map" not in config
+        assert json.loads((tmp_path / folder / "generation_config.json").read_text())["block_size"] == 8
         PeftModel.from_pretrained(tiny_model(), tmp_path / folder)
+        tiny_model().save_pretrained(tmp_path / "base")
+        assert load_d2f_model(tmp_path / "base", tmp_path / folder).config.block_size == 8
+        assert load_d2f_model(tmp_path / "base", tmp_path / folder, merge=False).config.block_size == 8
+    values = json.loads((tmp_path / "by_peft" / "adapter_config.json").read_text())
+    values["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "by_peft" / "adapter_config.json").write_text(json.dumps(values))
+    # Once there was a config.json in the folder, which transformers took for a whole model.
+    AutoModelForCausalLM.from_pretrained(tmp_path / "by_peft")
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = load_d2f_model(tmp_path / "merged")
     assert (merged.config.block_size, merged.config.use_cache) == (8, True)

@@ -2,7 +2,6 @@
 
 # B batch, L sequence, V vocabulary, M masked tokens of the batch, K block size, N blocks, P averages
 
-import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ from transformers.utils import logging
 from d2f_hf.data import D2FDataCollator, tokenize_dataset
 from d2f_hf.loading import load_d2f_model
 from d2f_hf.losses import mean_loss, token_cross_entropy, token_divergence, weighted
-from d2f_hf.modeling import predicting_positions
+from d2f_hf.modeling import D2FGenerationConfig, predicting_positions
 from d2f_hf.noising import D2FNoisingCollator
 from d2f_hf.training_args import D2FTrainingArguments
 
@@ -306,7 +305,7 @@ class D2FTrainer(Trainer):
             if args.gradient_checkpointing:
                 model.enable_input_require_grads()
             # peft saves the adapter without the model's configuration, where the block size is.
-            model.save_pretrained = functools.partial(_save_adapter_and_config, model)
+            model.save_pretrained = functools.partial(_save_adapter_and_block_size, model)
         if self._is_for_training:
             self._check_what_is_trained(model, args)
         return model
@@ -721,15 +720,17 @@ def _parameters_of_adapters(layers: list[Any]) -> set[int]:
     }
 
 
-def _save_adapter_and_config(model: PeftModel, save_directory: str | PathLike, *args, **kwargs) -> None:
-    """`PeftModel.save_pretrained`, with the configuration of the model, which has the block size, in each folder."""
+def _save_adapter_and_block_size(model: PeftModel, save_directory: str | PathLike, *args, **kwargs) -> None:
+    """`PeftModel.save_pretrained`, with the block size of the model in a generation_config.json in each folder.
+
+    With a config.json, transformers would take the folder for a whole model.
+    """
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
-        config = copy.deepcopy(model.get_base_model().config)
-        config.__dict__.pop("auto_map", None)
+        generation_config = D2FGenerationConfig(block_size=model.get_base_model().config.block_size)
         for name in kwargs.get("selected_adapters") or model.peft_config:
             folder = Path(save_directory) if name == "default" else Path(save_directory) / name
-            config.to_json_file(folder / "config.json")  # `save_pretrained` would copy code, too
+            generation_config.to_json_file(folder / "generation_config.json")
 
 
 # ---- averages ----
