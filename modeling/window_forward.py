@@ -126,6 +126,7 @@ class WindowForward:
             "attention_mask": allowed,
             "position_ids": position,
             "cache": self.cache,
+            "return_dict": True,
         }
         if is_compiled:
             hidden_states = self.compiled(**inputs).last_hidden_state
