@@ -194,7 +194,7 @@ def test_only_the_active_one_of_several_adapters_is_trained(tmp_path):
     assert changed(model, before) == {name for name in before if ".second." in name}
     assert model.active_adapters == ["second"]
     trainer.save_model(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "second" / "config.json").read_text())["block_size"] == 4
+    assert json.loads((tmp_path / "saved" / "second" / "generation_config.json").read_text())["block_size"] == 4
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
