@@ -78,11 +78,13 @@ class D2FCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         index = self.write_index.to(key_states.device)
-        readable = []
-        for cached, states in ((self.keys, key_states), (self.values, value_states)):
-            cached.flatten(0, 1).index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
-            readable.append(cached[: self.num_rows, 1 : 1 + self.read_length].transpose(1, 2))
-        return readable[0], readable[1]
+        return self._write(self.keys, key_states, index), self._write(self.values, value_states, index)
+
+    def _write(self, cached: torch.Tensor, states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+        """Writes `states` `(A, H, Q, D)` to `cached`; returns what may be read of it, `(A, H, S, D)`."""
+        cached.flatten(0, 1).index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+        readable = cached if self.num_rows == len(cached) else cached.narrow(0, 0, self.num_rows)
+        return readable.narrow(1, 1, self.read_length).transpose(1, 2)
 
     def move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
         """Copies the rows `sources` over the rows `targets`, `(N,)` each."""

@@ -218,9 +218,11 @@ class D2FModel(D2FPreTrainedModel):
         options = ("output_hidden_states", "output_attentions")
         if any(kwargs.get(option, getattr(self.config, option)) for option in options):
             output = self._recorded_forward(*arguments, return_dict=True, **kwargs)
-        else:
-            output = self._forward(*arguments, **kwargs)
-        return output if return_dict else output.to_tuple()
+            return output if return_dict else output.to_tuple()
+        hidden_states = self._forward(*arguments, **kwargs)
+        if return_dict:
+            return D2FModelOutput(last_hidden_state=hidden_states, cache=cache)
+        return (hidden_states,) if cache is None else (hidden_states, cache)
 
     def _forward(
         self,
@@ -232,8 +234,8 @@ class D2FModel(D2FPreTrainedModel):
         prompt_lengths: torch.LongTensor | None,
         block_size: int | None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> D2FModelOutput:
-        """Gives the last hidden states and the cache."""
+    ) -> torch.FloatTensor:
+        """Gives the last hidden states, `(B, L, hidden_size)`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
@@ -252,12 +254,12 @@ class D2FModel(D2FPreTrainedModel):
         kwargs["attention_function"] = attention_function_of(self.config, has_options=bool(kwargs))  # for all layers
         for layer in self.get_layers():
             hidden_states = layer(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        return D2FModelOutput(last_hidden_state=self.get_final_norm()(hidden_states), cache=cache)
+        return self.get_final_norm()(hidden_states)
 
     @capture_outputs
     def _recorded_forward(self, *args, **kwargs) -> D2FModelOutput:
         """Gives hidden states or attentions of the layers too."""
-        return self._forward(*args, **kwargs)
+        return D2FModelOutput(last_hidden_state=self._forward(*args, **kwargs), cache=args[3])
 
 
 def _pop_return_dict(config: D2FConfig, kwargs: dict[str, Any]) -> bool:
