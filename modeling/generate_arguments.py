@@ -40,6 +40,32 @@ def check_generation_config(name: str, config: Any) -> None:
         )
 
 
+def check_guests(arguments: Mapping[str, Any]) -> None:
+    """Refuses processors, criteria, a streamer or a generator that could not be asked once decoding has begun."""
+    for name in ("logits_processor", "stopping_criteria"):
+        guests = arguments.get(name)
+        if guests is not None and not (isinstance(guests, (list, tuple)) and all(map(callable, guests))):
+            raise ValueError(f"`{name}` must be a list of functions, got {guests!r:.80}. Put a single one in a list.")
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise ValueError(
+            f"`prefix_allowed_tokens_fn` must be a function of a prompt's number and a text, got {allowed!r:.80}. "
+            "Leave it out to allow all tokens."
+        )
+    streamer = arguments.get("streamer")
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ValueError(
+            f"`streamer` must have the methods `put` and `end`, got {streamer!r:.80}. `TextStreamer(tokenizer)` "
+            "prints the response."
+        )
+    generator = arguments.get("generator")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"`generator` must be a `torch.Generator`, got {generator!r:.80}. "
+            "`torch.Generator(device).manual_seed(seed)` makes one."
+        )
+
+
 def as_plain_config(
     config: GenerationConfig, of_model: GenerationConfig, config_class: type[D2FGenerationConfig]
 ) -> GenerationConfig:

@@ -48,18 +48,19 @@ class Option(NamedTuple):
     default: Any = None
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python or numpy; True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _is_token_id_or_several(value: Any) -> bool:
     values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
     values = values if isinstance(values, (list, tuple)) else [values]
-    return len(values) > 0 and all(_is_integer(token_id) for token_id in values)
+    return len(values) > 0 and all(is_integer(token_id) for token_id in values)
 
 
 def _one_of(*values: str) -> Check:
@@ -67,7 +68,7 @@ def _one_of(*values: str) -> Check:
 
 
 def _integer_from(smallest: int) -> Check:
-    return Check(f"an integer of at least {smallest}", lambda value: _is_integer(value) and value >= smallest)
+    return Check(f"an integer of at least {smallest}", lambda value: is_integer(value) and value >= smallest)
 
 
 def _left_out(*neutral: Any) -> Check:
@@ -360,12 +361,12 @@ PARAMETERS: dict[str, Option] = {
     **OPTIONS,
     "max_new_tokens": Option(_integer_from(1)),
     "max_length": Option(_integer_from(1)),
-    "min_new_tokens": Option(_integer_from(0)),
-    "min_length": Option(_integer_from(0)),
+    **dict.fromkeys(("min_new_tokens", "min_length"), Option(_integer_from(0))),
     "num_return_sequences": Option(_integer_from(1)),
+    "max_time": Option(Check("a number of seconds", _is_number)),
     **dict.fromkeys(("use_cache", "do_sample", "output_scores", "output_logits"), Option(_TRUE_OR_FALSE)),
     "eos_token_id": Option(_TOKEN_IDS),
-    "pad_token_id": Option(Check("a token id, which is an integer", _is_integer)),
+    "pad_token_id": Option(Check("a token id, which is an integer", is_integer)),
     "guidance_scale": Option(
         _FINITE,
         {

@@ -27,6 +27,7 @@ from .fast_dllm_decoding import FastDLLMDecoder
 from .generate_arguments import (
     as_plain_config,
     check_generation_config,
+    check_guests,
     check_limits,
     check_model_kwargs,
     check_prompts,
@@ -41,6 +42,7 @@ from .generation_config_d2f import (
     D2FGenerationConfig,
     D2FGenerationOutput,
     check_values,
+    is_integer,
     parameters_not_used_by,
     parameters_of_other_rules,
 )
@@ -97,6 +99,7 @@ class D2FGenerationMixin(GenerationMixin):
             check_generation_config("model.generation_config", self.generation_config)
             if generation_config is not None:
                 check_generation_config("generation_config", generation_config)
+            check_guests(kwargs)
             if inputs is not None and kwargs.get("input_ids") is not None:
                 raise ValueError("`inputs` and `input_ids` are two names of one argument, got both. Leave one out.")
             if kwargs.get("inputs_embeds") is not None:
@@ -234,7 +237,7 @@ class D2FGenerationMixin(GenerationMixin):
             ValueError: for options that are not supported in a stream.
         """
         for name, value in (("max_batch_size", max_batch_size), ("max_prompt_length", max_prompt_length)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. Give the largest needed.")
         check_stream_options(options)
         arguments = self._generate_arguments(torch.zeros((1, 1), dtype=torch.long, device="cpu"), options)

@@ -17,6 +17,7 @@ once, and behind an undecoded one nobody knows that text. So each processor gets
 # M masked tokens of the batch, V vocabulary, G rows of a group (`RowGroup`), t response tokens of a text
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -188,7 +189,8 @@ def process_logits(
             texts = _decoded_texts(row, index, response) if texts is None else texts
             processed = []
             for (text, number), own in zip(texts, scores.split([number for _, number in texts]), strict=True):
-                processed.append(processor(text.to(scores.device).expand(number, -1), own))
+                text = text.to(scores.device).expand(number, -1)
+                processed.append(_checked(processor, processor(text, own), own))
             scores = torch.cat(processed)
         else:
             scores = _processed_by_group(processor, scores, row, index, response)
@@ -222,8 +224,25 @@ def _processed_by_group(
             of_group = scores.new_zeros(len(group.rows), scores.shape[1])
             of_group[:, response.mask_token_id] = -torch.inf
             of_group[slots] = scores[tokens]
-            processed[tokens] = processor(text, of_group)[slots]
+            processed[tokens] = _checked(processor, processor(text, of_group), of_group)[slots]
     return processed
+
+
+def _checked(processor: Callable, processed: Any, scores: torch.FloatTensor) -> torch.FloatTensor:
+    """What a processor made of `scores` `(A, V)`, in their dtype, whatever it computes in.
+
+    Raises:
+        ValueError: for something else than a tensor of their shape.
+    """
+    if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
+        what = (
+            f"a tensor {tuple(processed.shape)}" if isinstance(processed, torch.Tensor) else type(processed).__name__
+        )
+        raise ValueError(
+            f"`logits_processor` must return scores of the shape that it is given, {tuple(scores.shape)}, but "
+            f"{_name(processor)} gave {what}. Set the scores of tokens that must not come to -inf."
+        )
+    return processed.to(scores)
 
 
 def _constrained(

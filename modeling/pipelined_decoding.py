@@ -250,6 +250,23 @@ class PipelinedDecoder:
         self._refresh()
         self._drop_finished_rows()
 
+    def recover(self) -> None:
+        """To be called where an exception has ended a step, before the next one.
+
+        The tokens are seen anew: those that the step accepted stay. What the cache has got is not known, so the next
+        step feeds each row from its first token. Rows that shared a forward have each their own.
+        """
+        if self.has_copies:
+            source = torch.repeat_interleave(torch.arange(len(self.live), device="cpu"), self.num_copies)
+            first = self.num_copies.cumsum(0) - self.num_copies
+            number = torch.arange(len(source), device="cpu") - first[source]  # of a copy among those of its row
+            self._keep_rows(source, source[:0], source[:0])
+            self.live = self.live + number
+            self.num_copies, self.has_copies = torch.ones_like(self.num_copies), False
+            self._look_up()
+        self.num_committed = torch.zeros_like(self.live)
+        self._refresh()
+
     def _refresh(self) -> None:
         """Sees which response tokens of the live rows are masked, `(A, R')`, the first of them, and the first EOS.
 

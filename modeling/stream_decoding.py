@@ -20,7 +20,7 @@ from .decoding_rules import first_index
 from .pipelined_decoding import PipelinedDecoder
 from .response import Response
 from .sampler import Prediction
-from .stream_requests import PreparedRequest
+from .stream_requests import PreparedRequest, prompt_and_options
 
 
 @dataclass
@@ -256,13 +256,19 @@ class StreamDecoder:
     def step(self) -> list[StreamUpdate]:
         """Lets waiting requests in as far as there is room, and decodes one step of all.
 
+        What it raises, such as an interrupt or an error of the model, loses no request: the next step goes on.
+
         Returns:
             `list[StreamUpdate]`: One for each response about which there is something new.
         """
         with self._gradient_mode():
             self._let_in()
             if len(self._decoder.live) > 0:
-                self._decoder.step()
+                try:
+                    self._decoder.step()
+                except BaseException:
+                    self._decoder.recover()
+                    raise
             progress = self._progress()
         updates, ended = [], []
         for row, tokens, draft, is_finished in progress:
@@ -394,7 +400,7 @@ def stream_responses(
                 break
             number = next(count)
             try:
-                prompt, options = _prompt_and_options(request)
+                prompt, options = prompt_and_options(request)
                 numbers[stream.add(prompt, **options)] = number
             except Exception as error:
                 errors.append((number, error))
@@ -416,19 +422,6 @@ def stream_responses(
                     errors.append((number, update.error))
                 else:
                     yield number, tokens
-
-
-def _prompt_and_options(request: Any) -> tuple[torch.LongTensor, dict[str, Any]]:
-    """A request of `generate_stream_batch` as `StreamDecoder.add` takes it."""
-    prompt, options = request if isinstance(request, tuple) and len(request) == 2 else (request, {})
-    if isinstance(options, int) and not isinstance(options, bool):
-        options = {"max_new_tokens": options}
-    if not isinstance(prompt, torch.Tensor) or not isinstance(options, dict):
-        raise ValueError(
-            "Each of `requests` must be a tensor of token ids, or a tuple of such a tensor and an integer "
-            f"(`max_new_tokens`) or a dict of options, got {request!r:.80}. Convert it."
-        )
-    return prompt, options
 
 
 def _first_error(errors: list[tuple[int | None, Exception]]) -> Exception:

@@ -10,7 +10,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .acceptance_rules import ACCEPTANCE_RULES
 from .generate_arguments import check_generation_config, check_limits, check_prompts, input_device, num_embeddings
-from .generation_config_d2f import D2FGenerationConfig
+from .generation_config_d2f import D2FGenerationConfig, is_integer
 from .gradient_mode import keeps_nothing
 from .logits_process_d2f import looks_at_scores_alone, refuse_undeclared
 from .pipelined_decoding import ROW_OPTIONS
@@ -116,7 +116,7 @@ class RequestPreparer:
             given.pop("max_new_tokens", None)
         seed = given.pop("seed", None)
         if seed is not None:
-            given["generator"] = torch.Generator(device=input_device(self.model)).manual_seed(seed)
+            given["generator"] = torch.Generator(device=input_device(self.model)).manual_seed(int(seed))
 
         # 3. Preparation.
         input_ids = input_ids[None].long()
@@ -183,10 +183,13 @@ def check_stream_options(options: dict[str, Any], of_request: bool = False) -> N
         )
     if options.get("attention_mask") is not None:
         raise ValueError("`attention_mask` is not used by a stream, where prompts come without padding. Leave it out.")
+    for name in ("input_ids", "inputs"):
+        if options.get(name) is not None:
+            raise ValueError(f"`{name}` is no option of a stream, whose prompts come one by one. Leave it out.")
     if options.get("custom_generate") is not None:
         raise ValueError("`custom_generate` is not supported in a stream. Use `generate` for it.")
     seed = options.get("seed")
-    if seed is not None and (not of_request or isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not (of_request and is_integer(seed)):
         raise ValueError(
             f"`seed` must be an integer, and an option of a request, got {seed!r}. A stream takes a `generator`."
         )
@@ -234,3 +237,17 @@ def check_stream_prompt(input_ids: Any, max_prompt_length: int) -> None:
             f"Each of `requests` (`input_ids`) must be a prompt of 1 to {max_prompt_length} tokens "
             f"(`max_prompt_length`), got the shape {tuple(input_ids.shape)}. Give prompts one by one, without padding."
         )
+
+
+def prompt_and_options(request: Any) -> tuple[torch.LongTensor, dict[str, Any]]:
+    """A request of `generate_stream_batch` as `StreamDecoder.add` takes it."""
+    prompt, options = request if isinstance(request, tuple) and len(request) == 2 else (request, {})
+    if is_integer(options):
+        options = {"max_new_tokens": options}
+    is_named = isinstance(options, dict) and all(isinstance(name, str) and name != "input_ids" for name in options)
+    if not isinstance(prompt, torch.Tensor) or not is_named:
+        raise ValueError(
+            "Each of `requests` must be a tensor of token ids, or a tuple of such a tensor and an integer "
+            f"(`max_new_tokens`) or a dict of options, got {request!r:.80}. Convert it."
+        )
+    return prompt, options

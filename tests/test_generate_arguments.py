@@ -16,7 +16,15 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from transformers import BatchEncoding, GenerationConfig, LogitsProcessorList, TextStreamer, pipeline
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    TemperatureLogitsWarper,
+    TextStreamer,
+    pipeline,
+)
 
 from d2f_hf import D2FGenerationConfig, D2FLLaDAForBlockDiffusion
 from prompts import pad, random_prompts
@@ -156,6 +164,14 @@ BAD_OPTIONS = [
     ({"temperature": float("nan"), "do_sample": True}, "`temperature`.*nan"),
     ({"repetition_penalty": float("nan")}, "`repetition_penalty`.*nan"),
     ({"max_time": float("nan")}, "`max_time`.*nan"),
+    ({"max_time": "30"}, "`max_time`.*seconds.*'30'"),
+    ({"stopping_criteria": MaxLengthCriteria(9)}, "`stopping_criteria`.*list"),
+    ({"stopping_criteria": [None]}, "`stopping_criteria`.*list of functions"),
+    ({"logits_processor": TemperatureLogitsWarper(0.5)}, "`logits_processor`.*list"),
+    ({"logits_processor": lambda input_ids, scores: scores}, "`logits_processor`.*list"),
+    ({"prefix_allowed_tokens_fn": [1, 2]}, "`prefix_allowed_tokens_fn`.*function"),
+    ({"streamer": print}, "`streamer`.*`put`"),
+    ({"generator": 0}, "`generator`.*torch.Generator"),
     ({"confidence_threshold": torch.tensor(0.5)}, "`confidence_threshold`"),
     ({"confidence_threshold": "0.5"}, "`confidence_threshold`"),
     ({"confidence_threshold": True}, "`confidence_threshold`"),
@@ -214,6 +230,14 @@ def test_what_is_refused_as_a_keyword_is_refused_from_any_config(arguments, mess
                 model.generation_config = config
             with pytest.raises(ValueError, match=message):
                 model.generate(PROMPT, generation_config=None if of_model else config)
+
+
+def test_a_threshold_may_be_a_number_of_numpy():
+    """Limits of numpy were taken, thresholds of numpy refused."""
+    numpy, options = pytest.importorskip("numpy"), {"max_new_tokens": 9, "pad_token_id": PAD}
+    expected = tiny_model().generate(PROMPT, confidence_threshold=0.25, **options)
+    assert tiny_model().generate(PROMPT, confidence_threshold=numpy.float32(0.25), **options).equal(expected)
+    assert tiny_model().open_stream(numpy.int64(2), numpy.int64(5), **options).add(PROMPT[0], seed=numpy.int64(1)) == 0
 
 
 def test_limits_may_be_integers_of_numpy():

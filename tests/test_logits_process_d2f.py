@@ -568,3 +568,39 @@ def test_a_processor_that_fails_leaves_the_model_usable():
         with pytest.raises(RuntimeError, match="no grammar"):
             model.generate(prompt, max_new_tokens=4, logits_processor=[broken])
     assert model.generate(prompt, max_new_tokens=4).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_a_processor_may_compute_in_another_dtype(declared, dtype):
+    """One that gave float64 or bfloat16 scores ended in a RuntimeError, and in a stream took all requests with it."""
+
+    def wide(input_ids, scores):
+        return scores.to(dtype)
+
+    wide.depends_on_previous_tokens = declared
+    model, prompts = tiny_model(), torch.tensor([[1, 2], [3, 4]])
+    options = {"max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": None}
+    if dtype == torch.float64:
+        narrow = Recorder()
+        narrow.depends_on_previous_tokens = declared
+        expected = model.generate(prompts, **options, logits_processor=[narrow])
+        assert model.generate(prompts, **options, logits_processor=[wide]).equal(expected)
+    stream = model.open_stream(2, 2, **options)
+    stream.add(prompts[0])
+    stream.add(prompts[1], logits_processor=[wide])
+    updates = [update for _ in range(20) for update in stream.step()]
+    assert not stream.has_unfinished and all(update.error is None for update in updates)
+    told = torch.cat([update.tokens for update in updates if update.request == 0])
+    assert told.equal(model.generate(prompts[:1], **options)[0, 2:])
+
+
+@pytest.mark.parametrize("result", [lambda s: None, lambda s: s[:, :20], lambda s: s[:0], lambda s: s.tolist()])
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_a_processor_that_gives_no_scores_is_an_error_that_names_it(declared, result):
+    def short(input_ids, scores):
+        return result(scores)
+
+    short.depends_on_previous_tokens = declared
+    with pytest.raises(ValueError, match="`logits_processor` must return scores of the shape.*short gave"):
+        tiny_model().generate(torch.tensor([[1, 2], [3, 4]]), max_new_tokens=4, logits_processor=[short])

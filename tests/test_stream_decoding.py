@@ -196,6 +196,13 @@ class Nothing(LogitsProcessor):
         return torch.full_like(scores, float("nan"))
 
 
+class Unchanged(LogitsProcessor):
+    depends_on_previous_tokens = False
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
 def broken_criterion(input_ids, scores, **kwargs):
     raise KeyError("a broken criterion")
 
@@ -227,6 +234,76 @@ def test_a_request_that_fails_fails_alone(options, error):
         ):
             finished[number] = tokens.tolist()
     assert finished == {number: alone(model, prompts[number])[0].tolist() for number in (0, 2)}
+
+
+def out_of_memory(*args):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["prompts", "one_prompt"])
+@pytest.mark.parametrize("where", ["before_layer", "head", "criterion", "processor"])
+def test_a_step_that_is_interrupted_loses_nothing(where, is_shared):
+    """The model runs out of memory, or somebody presses Ctrl-C, and the stream goes on.
+
+    It took for fed what no layer had seen, and for masked what was accepted, and gave wrong tokens in silence.
+    """
+    prompts = prompts_of([5, 5, 7], seed=6)
+    if is_shared:
+        prompts[1] = prompts[0]
+    model = tiny_model()
+    expected = [alone(model, prompt)[0].tolist() for prompt in prompts]
+    if where == "processor":  # with any, no probability is left for the mask token
+        expected[1] = alone(model, prompts[1], logits_processor=[Unchanged()])[0].tolist()
+    for at in range(1, 8):
+        model, calls = tiny_model(), 0
+
+        def interrupt(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == at:  # noqa: B023
+                raise KeyboardInterrupt
+
+        def criterion(input_ids, scores, **kwargs):
+            interrupt()
+            return False
+
+        def processor(input_ids, scores):
+            interrupt()
+            return scores
+
+        processor.depends_on_previous_tokens = False
+        stream = model.open_stream(3, 7, **OPTIONS)
+        if where == "before_layer":
+            model.model.get_layers()[0].register_forward_pre_hook(interrupt)
+        if where == "head":
+            model.get_output_embeddings().register_forward_pre_hook(interrupt)
+        guests = {"criterion": {"stopping_criteria": [criterion]}, "processor": {"logits_processor": [processor]}}
+        for number, prompt in enumerate(prompts):
+            stream.add(prompt, **(guests.get(where, {}) if number == 1 else {}))
+        told, interrupts = {0: [], 1: [], 2: []}, 0
+        while stream.has_unfinished:
+            try:
+                for update in stream.step():
+                    told[update.request] += update.tokens.tolist()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == (calls >= at) and [told[number] for number in range(3)] == expected, at
+
+
+def test_a_request_can_be_aborted_after_an_interrupted_step():
+    """Of requests with the same prompt only the first one is fed at first. The others have to know when it is gone."""
+    model, [prompt] = tiny_model(), prompts_of([5])
+    stream = model.open_stream(3, 7, **OPTIONS)
+    numbers = [stream.add(prompt) for _ in range(3)]
+    handle = model.model.get_layers()[0].register_forward_pre_hook(out_of_memory)
+    with pytest.raises(MemoryError):
+        stream.step()
+    handle.remove()
+    assert stream.abort(numbers[0])
+    updates = run(stream)
+    assert {number for number, _ in updates} == {numbers[1], numbers[2]}
+    for number in numbers[1:]:
+        assert tokens_of(updates[number, 0]) == alone(model, prompt)[0].tolist()
 
 
 def test_nobody_else_gets_inference_tensors():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from d2f_hf.modeling.stream_requests import prompt_and_options
 from transformers import TextStreamer
 
 from d2f_hf import D2FGenerationConfig
@@ -36,6 +37,10 @@ PROMPT = torch.tensor([1, 2, 3])
         (PROMPT, {"use_cache": False}, "`use_cache` concerns all requests"),
         (PROMPT, {"seed": 1.5}, "`seed`"),
         (PROMPT, {"seed": True}, "`seed`"),
+        (PROMPT, {"inputs": PROMPT[None]}, "`inputs`"),
+        (PROMPT, {"stopping_criteria": len}, "`stopping_criteria`.*list"),
+        (PROMPT, {"logits_processor": len}, "`logits_processor`.*list"),
+        (PROMPT, {"max_time": "30"}, "`max_time`"),
         (PROMPT, {"seed": 1, "do_sample": True, "num_return_sequences": 2}, "`seed`"),
         (PROMPT, {"streamer": TextStreamer(letter_tokenizer())}, "`streamer`"),
         (PROMPT, {"attention_mask": torch.ones(1, 3)}, "`attention_mask`"),
@@ -101,3 +106,22 @@ def test_options_of_the_stream_hold_for_each_request_by_its_own_length(options):
     for number, prompt in enumerate(prompts):
         expected = model.generate(prompt[None], pad_token_id=PAD, **options)[0, len(prompt) :]
         assert finished[number].equal(expected)
+
+
+@pytest.mark.parametrize(
+    "request_of_batch",
+    [(PROMPT, {1: 2}), (PROMPT, {"input_ids": PROMPT}), (PROMPT, None), (PROMPT,), (3, PROMPT), [1]],
+    ids=str,
+)  # fmt: skip
+def test_a_request_of_another_shape_or_type_is_a_value_error(request_of_batch):
+    """Names that are no strings, and the prompt a second time, were a TypeError that did not say which request."""
+    with pytest.raises(ValueError, match="Each of `requests` must be.*Convert it"):
+        prompt_and_options(request_of_batch)
+
+
+def test_a_request_is_a_prompt_alone_or_with_its_limit_or_its_options():
+    numpy = pytest.importorskip("numpy")
+    assert prompt_and_options(PROMPT) == (PROMPT, {})
+    assert prompt_and_options((PROMPT, {"do_sample": True})) == (PROMPT, {"do_sample": True})
+    for limit in (5, numpy.int64(5)):
+        assert prompt_and_options((PROMPT, limit)) == (PROMPT, {"max_new_tokens": 5})
