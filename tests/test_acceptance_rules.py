@@ -738,7 +738,7 @@ def test_streamers_and_stopping_criteria_are_told_final_tokens_only(name):
 
             def criterion(input_ids, scores, texts=texts, prompt=prompt, **kwargs):
                 text = input_ids[0].tolist()
-                # Without a new token it is asked again; before the first one, with a mask in its position.
+                # Without a new token it is asked again; before the first one, with a mask in its place.
                 if text not in texts and text != [*prompt, MASK]:
                     texts.append(text)
                 return torch.tensor([False])
