@@ -68,7 +68,8 @@ def main(command: list[str]) -> str:
     # 1. The model.
     model = load_d2f_model(script.model, dtype=script.dtype)
     tokenizer = script.tokenizer or (str(REFERENCE_MODEL / "tokenizer") if is_reference else script.model)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    # Without the configuration transformers would ask whether to run the code of an original checkpoint.
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer, config=model.config)
 
     # 2. The examples.
     if script.dataset is None:

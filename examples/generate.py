@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
             args.model = str(Path(temporary) / "my-d2f-model")
             reference_models.export(reference_models.HERE, Path(args.model))
         model = load_d2f_model(args.model, args.adapter, dtype=args.dtype).to(args.device)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        # Without the configuration transformers would ask whether to run the code of an original checkpoint.
+        tokenizer = AutoTokenizer.from_pretrained(args.model, config=model.config)
 
     # 2. The prompt.
     inputs = tokenizer.apply_chat_template(

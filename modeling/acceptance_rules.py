@@ -251,7 +251,7 @@ def tokens_to_remask(
         may_be_masked (`torch.BoolTensor` of any shape): Decoded tokens of open blocks that are not final, and which
             nothing outside depends on.
         probability (`torch.FloatTensor` of this shape): Probability of the token that stands there.
-        was_remasked (`torch.BoolTensor` of this shape): Places where that has happened before.
+        was_remasked (`torch.BoolTensor` of this shape): Positions where that has happened before.
         remask_threshold (`float`): A token stays at this probability or above; 0 keeps all.
 
     Returns:

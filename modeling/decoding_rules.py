@@ -25,7 +25,7 @@ def scatter_rows(
     return values.new_zeros(shape).index_put_((row, index), values)
 
 
-def spread(values: torch.Tensor, where: torch.BoolTensor) -> torch.Tensor:
+def scatter_where(values: torch.Tensor, where: torch.BoolTensor) -> torch.Tensor:
     """`values` of tokens, `(M,)`, at the M positions `where` `(B, R)`, row by row; 0 or `False` elsewhere."""
     return values.new_zeros(where.shape).masked_scatter_(where, values)
 

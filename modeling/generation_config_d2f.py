@@ -133,8 +133,8 @@ class D2FGenerationConfig(GenerationConfig):
         ranking_temperature (`float`, *optional*): For `decoding="vanilla"`: the tokens that a step accepts are drawn
             with probabilities softmax(rank value / ranking_temperature) rather than the best ones (Dream's
             `alg_temp`). 0 or nothing: the best ones.
-        guidance_scale (`float`, *optional*): For `decoding="vanilla"`: classifier-free guidance against the prompt
-            masked, logits = u + guidance_scale * (c - u). LLaDA's `cfg_scale` is this less 1.
+        guidance_scale (`float`, *optional*): For `decoding="vanilla"`: classifier-free guidance against the masked
+            prompt, logits = u + guidance_scale * (c - u). LLaDA's `cfg_scale` is this less 1.
         block_cache (`str`, *optional*): For `decoding="fast_dllm"`: the keys and values that the first forward of a
             block, which reads the whole sequence, leaves to the others of this block: `"dual"` (default), all but the
             block's own; `"prefix"`, those before the block; or `"none"`. They are approximations, because every token

@@ -180,21 +180,21 @@ class D2FGenerationMixin(GenerationMixin):
     def _get_logits_processor(self, generation_config, *args, **kwargs):
         for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"`{name}` is not available: guidance is against the prompt masked. Leave it out.")
+                raise ValueError(f"`{name}` is not available: guidance is against the masked prompt. Leave it out.")
         if generation_config.guidance_scale is not None:  # the vanilla loop does that itself
             generation_config = copy.copy(generation_config)
             generation_config.guidance_scale = None
         # Processors never see the padding of a row, so they need no mask to leave it out.
         kwargs["model_kwargs"] = None
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
-        # The smallest length is a matter of a token's place in the response, not of how much is decoded by now: see
-        # `_predict`. The caller's own processors stay.
+        # The smallest length goes by a token's position in the response, not by how much is decoded by now. The
+        # sampler heeds it: see `Sampler.choose`. The caller's own processors stay.
         own = {id(processor) for processor in kwargs.get("logits_processor") or ()}
         by_length = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
         processors = LogitsProcessorList(p for p in processors if id(p) in own or not isinstance(p, by_length))
         for i, processor in enumerate(processors):
             if isinstance(processor, PrefixConstrainedLogitsProcessor) and id(processor) not in own:
-                # It speaks of prompts, of which each has that many rows. transformers 5.17 does not say so.
+                # The constraint is per prompt, and each prompt has that many rows. transformers 5.17 does not say so.
                 num_rows = generation_config.num_return_sequences or 1
                 processors[i] = PrefixConstrainedLogitsProcessor(processor._prefix_allowed_tokens_fn, num_rows)
         return processors

@@ -22,7 +22,7 @@ from .decoding_rules import (
     first_index,
     fully_activated,
     opened_blocks,
-    spread,
+    scatter_where,
 )
 from .generation_config_d2f import D2FGenerationConfig
 from .response import Response
@@ -314,13 +314,13 @@ class PipelinedDecoder:
             if "left_to_right" in self.live_options:
                 is_next |= ~self.live_options["left_to_right"][:, None]
             has_prediction = has_prediction & is_next
-        probability = as_blocks(spread(prediction.probability, has_logits), block_size)  # [A, N, K]
+        probability = as_blocks(scatter_where(prediction.probability, has_logits), block_size)  # [A, N, K]
         ranking = probability
         if prediction.ranking is not prediction.probability:
-            ranking = as_blocks(spread(prediction.ranking, has_logits), block_size)
+            ranking = as_blocks(scatter_where(prediction.ranking, has_logits), block_size)
         tokens = None
         if self.generation_config.acceptance_rule == "credit":
-            tokens = as_blocks(spread(prediction.tokens, has_logits), block_size)
+            tokens = as_blocks(scatter_where(prediction.tokens, has_logits), block_size)
         accepted, self.credit = accept(
             as_blocks(has_prediction, block_size),
             tokens,

@@ -291,12 +291,12 @@ class Response:
         if not self.has_listeners:
             return
         rows = torch.arange(len(self.sequences), device="cpu") if rows is None else rows
-        end_of_text, known = self.first_eos(), self.prefix_length()
+        first_eos, known = self.first_eos(), self.prefix_length()
         if block_size > 1:
-            is_whole = known == torch.minimum(end_of_text + 1, self.limits)
+            is_whole = known == torch.minimum(first_eos + 1, self.limits)
             known -= (known % block_size).masked_fill(is_whole, 0)
         known = torch.minimum(known, self.stopped_at)
-        shown = torch.minimum(shown, end_of_text[rows] + 1)
+        shown = torch.minimum(shown, first_eos[rows] + 1)
         asked: dict[int, list[int]] = {}  # rows of each group
         for row, has_stopped in zip(rows.tolist(), self.has_stopped[rows].tolist(), strict=True):
             if not has_stopped and len(self.groups[row].stopping_criteria) > 0:

@@ -381,7 +381,7 @@ def stream_responses(
 ) -> Iterator[tuple[int, torch.LongTensor]]:
     """The responses to `requests`, as they are finished; see `generate_stream_batch`."""
     waiting, responses = iter(requests), {}
-    numbers: dict[int, int] = {}  # places among `requests`, by the stream's number
+    numbers: dict[int, int] = {}  # positions among `requests`, by the stream's number
     errors: list[tuple[int | None, Exception]] = []
     count = itertools.count()
     while True:

@@ -1,4 +1,4 @@
-"""One forward over the windows of rows that are at different places: positions, mask, cache slots, shapes.
+"""One forward over the windows of rows that have come to different lengths: positions, mask, cache slots, shapes.
 
 A row is stored compactly, its prompt from slot 0, so block-causal attention is `slot < visible_length`. Padding of the
 window is left out where there is much of it. Compiled windows are rounded up to a few sizes, so that shapes repeat.

@@ -306,14 +306,14 @@ def test_rows_take_their_credit_along_and_new_ones_have_none():
     step = random_step(0)
     inputs = arguments(step, "credit")[:3]
     _, credit = credited_probability(*inputs, None, 0.7, 0.65)
-    places = torch.tensor([2, 0])
-    moved = credit.select(places, num_new=1)
-    assert moved.tokens[:2].equal(credit.tokens[places]) and moved.amount[:2].equal(credit.amount[places])
+    positions = torch.tensor([2, 0])
+    moved = credit.select(positions, num_new=1)
+    assert moved.tokens[:2].equal(credit.tokens[positions]) and moved.amount[:2].equal(credit.amount[positions])
     assert (moved.tokens[2] == -1).all() and (moved.amount[2] == 0).all()
     rows = tuple(values[[2, 0, 1]] for values in inputs)
     _, expected = credited_probability(*inputs, credit, 0.7, 0.65)
     _, got = credited_probability(*rows, moved, 0.7, 0.65)
-    assert got.amount[:2].equal(expected.amount[places])
+    assert got.amount[:2].equal(expected.amount[positions])
     assert got.amount[2].equal(credit.amount[1])
 
 
@@ -338,8 +338,8 @@ def test_each_branch_tries_one_more_of_the_most_probable_tokens_that_are_left():
     probability = torch.tensor([[[0.2, 0.9], [0.5, 0.5]], [[0.1, 0.3], [0.9, 0.9]]])
     tried = lookahead_tokens(is_masked, probability, 4)
     assert tried.shape == (2, 4, 2, 2)
-    places = [[tried[row, branch].nonzero().tolist() for branch in range(4)] for row in range(2)]
-    assert places == [[[], [[1, 0]], [[1, 1]], [[0, 0]]], [[], [[0, 1]], [], []]]
+    positions = [[tried[row, branch].nonzero().tolist() for branch in range(4)] for row in range(2)]
+    assert positions == [[[], [[1, 0]], [[1, 1]], [[0, 0]]], [[], [[0, 1]], [], []]]
 
 
 def test_without_look_ahead_there_is_only_the_anchor_and_more_branches_than_tokens_repeat_it():
@@ -361,7 +361,7 @@ def test_a_branch_without_masked_tokens_wins_and_of_equal_branches_the_first():
     assert best_branch(is_masked[:, :, None], probability[:, :, None]).tolist() == [1, 0]
 
 
-# ---- masked again ----
+# ---- remasking ----
 
 
 def test_improbable_tokens_become_masks_again_once():
@@ -413,8 +413,8 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
     options = options_of(rules, OPTIONS["confidence_threshold"])
     token_ranking = "neg_entropy" if rules.acceptance_rule == "entropy_bound" else "probability"
     shape = (num_blocks, block_size)
-    place = torch.arange(num_blocks * block_size).view(shape)
-    exists = place < limit
+    position = torch.arange(num_blocks * block_size).view(shape)
+    exists = position < limit
     tokens = torch.full(shape, MASK)
     predicted, probability = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
     has_prediction = torch.zeros(shape, dtype=torch.bool)
@@ -424,13 +424,13 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
         # Open.
         is_masked = (tokens == MASK) & exists
         is_eos = (tokens == EOS).flatten()
-        end_of_text = int(is_eos.long().argmax()) if is_eos.any() else limit
-        if not (is_masked & (place < end_of_text)).any():
-            return tokens.flatten()[: end_of_text + 1].tolist()[:limit], steps
+        first_eos = int(is_eos.long().argmax()) if is_eos.any() else limit
+        if not (is_masked & (position < first_eos)).any():
+            return tokens.flatten()[: first_eos + 1].tolist()[:limit], steps
         ratio = 1 - is_masked.sum(-1) / exists.sum(-1)
         before = torch.cat([torch.ones(1), ratio])  # of each block the one before it; the prompt is decoded
         if is_eos.any():
-            opened = min(opened, end_of_text // block_size + 1)
+            opened = min(opened, first_eos // block_size + 1)
         elif opened < num_blocks and before[opened] >= OPTIONS["block_add_threshold"]:
             opened += 1
         is_fully_activated = before[:-1] >= OPTIONS["block_activation_threshold"]
@@ -469,12 +469,12 @@ def decode(prompt: list[int], rules: Rules, seed: int) -> tuple[list[int], list[
             credit=credit,
             **options,
         )
-        may_be_masked = is_open & ~is_final & exists & ~has_prediction & (place < end_of_text)
+        may_be_masked = is_open & ~is_final & exists & ~has_prediction & (position < first_eos)
         again = tokens_to_remask(may_be_masked, of_token[winner], was_remasked, rules.remask_threshold)
         was_remasked |= again
         tokens = torch.where(accepted[0], predicted, tokens)
         steps.append(
-            [(start + int(place[p]), int(tokens[p])) for p in map(tuple, (accepted[0] | new).nonzero().tolist())]
+            [(start + int(position[p]), int(tokens[p])) for p in map(tuple, (accepted[0] | new).nonzero().tolist())]
         )
         tokens = tokens.masked_fill(again, MASK)
 
@@ -526,7 +526,7 @@ def test_decoding_ends_when_every_token_is_masked_again():
     for prompt, seed in CASES:
         result = oracle(prompt, Rules(remask_threshold=1.0), seed)
         again = [position for step in result.trace for position in step["remasked"]]
-        assert len(again) == len(set(again)), "each place once at most"
+        assert len(again) == len(set(again)), "each position once at most"
         assert result.num_forward_passes <= 2 * OPTIONS["max_new_tokens"]
         assert MASK not in result.tokens
         masked_again += len(again)
@@ -685,11 +685,11 @@ def test_processors_sampling_and_scores_go_with_look_ahead_and_masking_again(rul
         tokens = alone.sequences[0, len(prompt) :].tolist()
         assert batch.sequences[row, 6 : 6 + len(tokens)].tolist() == tokens
         assert batch.trace[row] == alone.trace[0]
-        for place, token in enumerate(tokens):
-            torch.testing.assert_close(batch.scores[place][row], alone.scores[place][0])
-            torch.testing.assert_close(batch.logits[place][row], alone.logits[place][0])
-            assert batch.scores[place][row].argmax() == token
-            assert place >= 5 or batch.scores[place][row, EOS] == -math.inf
+        for position, token in enumerate(tokens):
+            torch.testing.assert_close(batch.scores[position][row], alone.scores[position][0])
+            torch.testing.assert_close(batch.logits[position][row], alone.logits[position][0])
+            assert batch.scores[position][row].argmax() == token
+            assert position >= 5 or batch.scores[position][row, EOS] == -math.inf
     sampling = {"do_sample": True, "num_return_sequences": 4}
     one, same, other = (
         model.generate(torch.tensor(PROMPTS[1:2]), **options, **sampling, generator=torch.Generator().manual_seed(i))
@@ -738,7 +738,7 @@ def test_streamers_and_stopping_criteria_are_told_final_tokens_only(name):
 
             def criterion(input_ids, scores, texts=texts, prompt=prompt, **kwargs):
                 text = input_ids[0].tolist()
-                # Without a new token it is asked again; before the first one, with a mask in its position.
+                # Without a new token it is asked again; before the first one, with a mask in its place.
                 if text not in texts and text != [*prompt, MASK]:
                     texts.append(text)
                 return torch.tensor([False])

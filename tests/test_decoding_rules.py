@@ -15,7 +15,7 @@ from d2f_hf.modeling.decoding_rules import (
     fully_activated,
     opened_blocks,
     scatter_rows,
-    spread,
+    scatter_where,
 )
 from d2f_hf.modeling.sampler import sample_tokens
 from safetensors.torch import load_file
@@ -131,6 +131,6 @@ def test_values_of_tokens_stand_where_the_tokens_are():
     row, index = where.nonzero(as_tuple=True)
     values = torch.tensor([1.0, 2.0, 3.0])
     expected = [[0.0, 1.0, 0.0], [2.0, 0.0, 3.0]]
-    assert spread(values, where).tolist() == scatter_rows(values, row, index, where.shape).tolist() == expected
-    assert as_blocks(spread(values, where), 2).tolist() == [[[0, 1], [0, 0]], [[2, 0], [3, 0]]]
+    assert scatter_where(values, where).tolist() == scatter_rows(values, row, index, where.shape).tolist() == expected
+    assert as_blocks(scatter_where(values, where), 2).tolist() == [[[0, 1], [0, 0]], [[2, 0], [3, 0]]]
     assert first_index(where).tolist() == [1, 0] and first_index(where[:, :1]).tolist() == [1, 0]

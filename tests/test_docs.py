@@ -101,11 +101,32 @@ def test_python_blocks_run_in_order(path, model_folder, checkpoints, tmp_path, m
         exec(compile("\n" * block.line + code, str(path), "exec"), namespace)
 
 
-def test_the_model_of_the_readme_answers_its_question(model_folder, tmp_path, monkeypatch, capsys):
+def loading_a_folder() -> list[tuple[Path, str]]:
+    """The first block of each document that loads `my-d2f-model`."""
+    first = [(path, blocks(path, "python")[0].code) for path in DOCUMENTS if blocks(path, "python")]
+    return [(path, code) for path, code in first if "my-d2f-model" in code]
+
+
+@pytest.mark.parametrize("path, code", loading_a_folder(), ids=lambda value: getattr(value, "name", ""))
+def test_a_folder_is_loaded_without_this_package_and_without_a_question(path, code, model_folder, tmp_path):
+    """The tokenizer was loaded without `trust_remote_code`, and transformers asked whether to run the custom code.
+
+    Where `d2f_hf` is imported, as in the other tests, it does not ask.
+    """
     shutil.copytree(model_folder, tmp_path / "my-d2f-model")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(blocks(README, "python")[0].code, str(README), "exec"), {})
-    assert "#### 65" in capsys.readouterr().out
+    script = f"import sys\nsys.modules['d2f_hf'] = None  # importing it now raises\n{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "custom code" not in run.stdout + run.stderr
+    if path == README:
+        assert "#### 65" in run.stdout and "What is the number" not in run.stdout, "the response without the prompt"
 
 
 def test_the_code_of_the_readme_is_short():

@@ -85,8 +85,8 @@ def test_the_repetition_penalty_of_a_padded_row_does_not_count_its_padding():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("option", ["min_new_tokens", "min_length"])
-def test_min_new_tokens_forbids_the_eos_before_that_place_only(side, option):
-    """A model that says EOS everywhere, next best token 3: the first four places must be something else."""
+def test_min_new_tokens_forbids_the_eos_before_that_position_only(side, option):
+    """A model that says EOS everywhere, next best token 3: the first four positions must be something else."""
     logits = torch.zeros(9, VOCAB_SIZE)
     logits[:, [EOS, 3]] = torch.tensor([25.0, 15.0])
     for prompts in ([[1]], [[1], [1, 2, 5]]):
@@ -95,7 +95,7 @@ def test_min_new_tokens_forbids_the_eos_before_that_place_only(side, option):
         model = ScriptedModel(logits)
         output = model.generate(**pad(prompts, side), max_new_tokens=6, block_size=3, **minimum)
         assert output[:, width:].tolist() == [[3, 3, 3, 3, EOS]] * len(prompts)
-        assert len(model.calls) == 2, "the place of a token decides, not how much is decoded before it"
+        assert len(model.calls) == 2, "the position of a token decides, not how much is decoded before it"
 
 
 def test_other_length_processors_count_alike_in_rows_of_all_lengths():
@@ -108,8 +108,8 @@ def test_other_length_processors_count_alike_in_rows_of_all_lengths():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_length_processors_go_by_the_place_of_a_token_when_many_are_decoded_at_once(side):
-    """`begin_suppress_tokens` forbids one at the first place only, `forced_eos_token_id` says what is at the last."""
+def test_length_processors_go_by_the_position_of_a_token_when_many_are_decoded_at_once(side):
+    """`begin_suppress_tokens` forbids one at the first position, `forced_eos_token_id` says what is at the last."""
     logits = torch.zeros(12, VOCAB_SIZE)
     logits[:, [3, 4]] = torch.tensor([25.0, 15.0])
     for prompts in ([[1]], [[1], [1, 2, 5]]):
@@ -224,7 +224,7 @@ REPEAT[:, [3, 4, 5]] = torch.tensor([25.0, 15.0, 10.0])
 
 
 def test_a_bad_word_of_several_tokens_never_comes_out():
-    """The model wants 3 everywhere, and would decode all places at once."""
+    """The model wants 3 everywhere, and would decode all positions at once."""
     output = ScriptedModel(REPEAT).generate(
         torch.tensor([[0, 3]]), max_new_tokens=6, block_size=6, bad_words_ids=[[3, 3]]
     )
@@ -272,13 +272,13 @@ def test_stock_processors_leave_what_they_leave_a_stock_model(options):
     stock = model._get_logits_processor(config, input_ids_seq_length=6, device="cpu")
     assert len(stock) > 0
     compared = 0
-    for place, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
+    for position, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
         for row in range(2):
             if not scores[row].any():
                 continue  # behind the end of the row
             own = logits[row : row + 1].clone()
             own[:, MASK] = -torch.inf
-            torch.testing.assert_close(stock(output.sequences[row : row + 1, : 6 + place], own)[0], scores[row])
+            torch.testing.assert_close(stock(output.sequences[row : row + 1, : 6 + position], own)[0], scores[row])
             compared += 1
     assert compared > 6
 
