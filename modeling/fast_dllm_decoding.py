@@ -128,6 +128,7 @@ class FastDLLMDecoder:
             position_ids=position.to(device),
             cache=self.cache,
             logits_to_keep=(row.to(device), column.to(device)),
+            return_dict=True,
         ).logits
 
 

@@ -66,7 +66,7 @@ def as_plain_config(
 def check_model_kwargs(model_kwargs: Mapping[str, Any]) -> None:
     """Refuses what is no option, and which no decoding loop reads."""
     for name, value in model_kwargs.items():
-        if value is None:
+        if value is None or name == "attention_mask":
             continue
         if name in _OF_FORWARD:
             raise ValueError(
@@ -199,8 +199,8 @@ def input_device(model: Any) -> torch.device:
     device = next(model.get_input_embeddings().parameters()).device
     if device.type == "meta":  # perhaps offloaded; then the model knows where it computes
         device = model.device
-    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not is_offloaded and any(parameter.is_meta for parameter in model.parameters()):
+    head_is_meta = next(model.get_output_embeddings().parameters()).is_meta
+    if device.type == "meta" or (head_is_meta and not any(hasattr(part, "_hf_hook") for part in model.modules())):
         raise ValueError(
             "The model's weights must hold values to `generate`, but some are on the meta device. Load them with "
             "`from_pretrained`, or make them by `model.to_empty(device=...)` and `load_state_dict`."

@@ -26,6 +26,9 @@ _KNOWN_FUNCTIONS = ("torch", "transformers", "peft", _OURS)
 # Frequencies of the others follow the length of the text, and stay in a buffer.
 _FIXED_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
+# What every layer has of its own: hooks, which are looked at, and containers.
+_OF_ANY_LAYER = vars(nn.Module()).keys()
+
 
 def gradient_mode(
     model: PreTrainedModel, guests: Iterable[Any] = (), generator: torch.Generator | None = None
@@ -84,15 +87,15 @@ def _has_known_layers(model: PreTrainedModel) -> bool:
             is_own = _is_among(layer_class.__module__, _KNOWN_LAYERS)
             if not (is_own and _is_known(layer_class.forward) and _is_known(layer_class.__call__)):
                 return False
-        if layer._forward_hooks or layer._forward_pre_hooks:
+        attributes = vars(layer)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             return False
-        for value in vars(layer).values():
-            if callable(value) and not _is_known(value):
+        for name in attributes.keys() - _OF_ANY_LAYER:
+            if callable(attributes[name]) and not _is_known(attributes[name]):
                 return False
-        for weights in (layer._parameters, layer._buffers):
-            for weight in weights.values():
-                if type(weight) not in (nn.Parameter, torch.Tensor, type(None)):
-                    return False
+        for weight in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
+            if type(weight) not in (nn.Parameter, torch.Tensor, type(None)):
+                return False
     return True
 
 

@@ -188,7 +188,7 @@ def sample_tokens(
     elif token_ranking == "random":
         ranking = torch.rand(len(scores), generator=generator, device=scores.device)
     if forbidden_token_id is not None:
-        scores[:, forbidden_token_id] = -torch.inf
+        scores.select(1, forbidden_token_id).fill_(-torch.inf)
     if do_sample:
         # What `torch.multinomial` does, without its check for NaN, which would hide where the NaN comes from.
         noise = torch.empty_like(probabilities).exponential_(generator=generator)

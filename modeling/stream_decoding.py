@@ -52,25 +52,15 @@ class StreamUpdate:
 
 @dataclass
 class _Sequence:
-    """What a row of the batch is decoding.
-
-    Args:
-        request (`int`): The number of its request.
-        sequence_index (`int`): Which of the request's responses.
-        prepared (`PreparedRequest`): The request.
-        criteria (`_GuardedCriteria`): Its stopping criteria.
-        num_told (`int`): Tokens that updates have told.
-        draft (`list[int]`): What the last update told of the others.
-        joined_at_step (`int`): The number of steps of the decoder before its first one.
-    """
+    """What a row of the batch is decoding."""
 
     request: int
     sequence_index: int
     prepared: PreparedRequest
     criteria: "_GuardedCriteria"
-    joined_at_step: int
-    num_told: int = 0
-    draft: list[int] | None = None
+    joined_at_step: int  # steps of the decoder before its first one
+    num_told: int = 0  # tokens that updates have told
+    draft: list[int] | None = None  # what the last update told of the others
 
 
 class StreamSampler:

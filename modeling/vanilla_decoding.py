@@ -96,6 +96,7 @@ class VanillaDecoder:
         inputs = {
             "attention_mask": self.is_token.to(device),
             "logits_to_keep": (row.to(device), position.to(device)),
+            "return_dict": True,
         }
         logits = self.model(input_ids=response.sequences.to(device), **inputs).logits
         if self.is_guided:

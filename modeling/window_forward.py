@@ -126,8 +126,9 @@ class WindowForward:
             "attention_mask": allowed,
             "position_ids": position,
             "cache": self.cache,
+            "return_dict": True,
         }
-        if is_compiled:
+        if is_compiled and self.compiled is not None:
             hidden_states = self.compiled(**inputs).last_hidden_state
             return self.model.get_output_embeddings()(hidden_states[row, column])
         return self.model(**inputs, logits_to_keep=(row, column)).logits

@@ -12,13 +12,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize = metafunc.parametrize
 
     def parametrize_without_addresses(*args, ids: Any = None, **kwargs) -> None:
-        if callable(ids):
-            name_of = ids
+        def name_of(value: Any) -> Any:
+            name = ids(value)
+            return re.sub(r" at 0x[0-9a-f]+", "", name) if isinstance(name, str) else name
 
-            def ids(value: Any) -> Any:
-                name = name_of(value)
-                return re.sub(r" at 0x[0-9a-f]+", "", name) if isinstance(name, str) else name
-
-        parametrize(*args, ids=ids, **kwargs)
+        parametrize(*args, ids=name_of if callable(ids) else ids, **kwargs)
 
     metafunc.parametrize = parametrize_without_addresses

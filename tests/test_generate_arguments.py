@@ -648,3 +648,12 @@ def test_a_peft_model_takes_a_plain_generation_config():
     for owner in (model, model.get_base_model()):
         owner.generation_config = GenerationConfig(max_new_tokens=6, **SPECIAL)
         assert model.generate(input_ids=PROMPT).equal(expected)
+
+
+@pytest.mark.parametrize("decoding", DECODING_MODES)
+def test_a_model_whose_config_asks_for_tuples_decodes(decoding):
+    """`config.return_dict = False` once ended in "'tuple' object has no attribute 'logits'"."""
+    model, inputs = tiny_model(), pad(random_prompts([3, 6]), "left")
+    expected = model.generate(**inputs, max_new_tokens=8, decoding=decoding)
+    model.config.return_dict = False
+    assert model.generate(**inputs, max_new_tokens=8, decoding=decoding).equal(expected)

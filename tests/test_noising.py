@@ -12,7 +12,14 @@ import torch
 import torch.multiprocessing
 
 from d2f_hf.data import D2FDataCollator
-from d2f_hf.noising import D2FNoisingCollator, mask_tokens, random_mask_ratio, rising_mask_ratios, token_mask_ratios
+from d2f_hf.noising import (
+    D2FNoisingCollator,
+    causal_attention_mask,
+    mask_tokens,
+    random_mask_ratio,
+    rising_mask_ratios,
+    token_mask_ratios,
+)
 
 # B batch, L sequence, N blocks
 
@@ -359,3 +366,12 @@ def test_a_default_dtype_changes_nothing(objective, dtype):
         torch.set_default_dtype(before)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+
+
+def test_causal_rows_see_what_comes_before_and_others_see_everything_but_padding():
+    is_causal = torch.tensor([True, False], device="cpu")
+    attention_mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device="cpu")
+    allowed = causal_attention_mask(is_causal, attention_mask)
+    assert allowed.shape == (2, 1, 3, 3) and allowed.dtype == torch.bool
+    assert allowed[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert allowed[1, 0].int().tolist() == [[1, 1, 0]] * 3

@@ -9,14 +9,14 @@ from datasets import Dataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from d2f_hf import D2FTrainer, D2FTrainingArguments
-from test_trainer import arguments, tiny_dataset, tiny_model
+from tiny_training import arguments, tiny_dataset, tiny_model
 
 OURS = {field.name for field in dataclasses.fields(D2FTrainingArguments)} - {
     field.name for field in dataclasses.fields(TrainingArguments)
 }
 
 # Arguments that reach what D2FTrainer overrides: a run of two steps with evaluation takes each of them. What some of
-# them must change is tested in test_trainer.py.
+# them must change is tested with the file that they change.
 WORKS = {
     "per_device_train_batch_size": 3,
     "per_device_eval_batch_size": 3,
@@ -79,7 +79,7 @@ TOGETHER_WITH = {
     "load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1},
     "dataloader_drop_last": {"per_device_eval_batch_size": 3},
 }
-# Tested below or in test_trainer.py, with what they need.
+# Tested below or in the test file of what they change, with what they need.
 TESTED_THERE = set(
     "label_smoothing_factor batch_eval_metrics metric_for_best_model torch_compile debug "
     "dataloader_persistent_workers".split()
@@ -99,7 +99,7 @@ UNTOUCHED = set(
     dataloader_multiprocessing_context
     """.split()
 )
-# What `Trainer` itself takes. All are tested in test_trainer.py.
+# What `Trainer` itself takes. All are tested in test_trainer.py, test_student.py and test_collators.py.
 OF_TRAINER = set(
     """
     self model args data_collator train_dataset eval_dataset processing_class model_init compute_loss_func

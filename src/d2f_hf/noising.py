@@ -381,3 +381,11 @@ class D2FNoisingCollator:
         text = f"{self.seed} {self.epoch} {tokens}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def causal_attention_mask(is_causal: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """A `[B, 1, L, L]` mask: padding is not seen, and rows with `is_causal` `[B]` do not see what comes later."""
+    length = attention_mask.shape[1]
+    no_future = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    allowed = attention_mask.bool()[:, None, :] & (no_future | ~is_causal[:, None, None])  # [B, L, L]
+    return allowed[:, None]
