@@ -380,3 +380,19 @@ def test_what_is_no_dataset_is_an_error(dataset):
 def test_an_empty_dataset_stays_empty(tokenizer):
     for kind in ("Dataset", "generator", "list", "torch", "torch stream"):
         assert list(tokenize_dataset(KINDS[kind]([]), tokenizer)) == []
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"input_ids": [[1, 2, 3]], "prompt_length": 1},
+        {"input_ids": "abc", "prompt_length": 1},
+        {"input_ids": None, "prompt_length": None},
+        {"input_ids": [1, 2, 3], "prompt_length": 1.5},
+        {"input_ids": [1, 2, 3], "prompt_length": [1]},
+    ],
+)
+def test_tokenized_examples_of_another_shape_are_refused_by_name(example):
+    """They ended in a TypeError of `int()`, and a fractional length was rounded down."""
+    with pytest.raises(ValueError, match="prompt_length"):
+        D2FDataCollator(block_size=4, eos_token_id=1)([example])

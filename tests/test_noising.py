@@ -282,6 +282,16 @@ def test_a_row_has_the_same_noise_in_every_batch_of_evaluation():
         assert collate.eos_tail == "batch" and for_training.stratified
 
 
+@pytest.mark.parametrize("batch_size", [2, 3, 16])
+def test_a_row_is_causal_or_not_whatever_its_batch(batch_size):
+    """It was drawn behind the noise of the padding, so `eval_loss` moved with the batch size."""
+    dataset, collate = tiny_rows(), noising(objective="masked_diffusion", causal_probability=0.5).for_evaluation()
+    expected = torch.cat([collate([row])["is_causal"] for row in dataset])
+    batches = [collate(dataset[start : start + batch_size]) for start in range(0, len(dataset), batch_size)]
+    assert torch.equal(torch.cat([batch["is_causal"] for batch in batches]), expected)
+    assert 0.2 < expected.float().mean() < 0.8
+
+
 def test_the_noise_of_a_row_does_not_depend_on_how_its_tokens_are_stored():
     """A dataset `with_format("torch")` or `"numpy"` had other noise than the same one as lists."""
     row = {"input_ids": [5, *range(6, 26), EOS], "prompt_length": 1}
@@ -340,6 +350,22 @@ def test_the_ratios_of_evaluation_are_spread_over_their_range(batch_size):
         for ratio in collator(rows[start : start + batch_size])["mask_ratios"][:, 1].tolist()
     ]
     assert min(ratios) > 0.2 and max(ratios) <= 1.0 and sum(ratios) / 400 == pytest.approx(0.6, abs=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("objective", ["distillation", "masked_diffusion"])
+def test_a_default_dtype_changes_nothing(objective, dtype):
+    """Noise was drawn in the default dtype, so `torch.set_default_dtype(torch.bfloat16)` gave other masks."""
+    options = {"objective": objective, "decoding_probability": 0.5, "causal_probability": 0.3}
+    expected = noising(**options)(tiny_rows())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = noising(**options)(tiny_rows())
+    finally:
+        torch.set_default_dtype(before)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value)
 
 
 def test_causal_rows_see_what_comes_before_and_others_see_everything_but_padding():

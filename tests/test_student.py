@@ -342,6 +342,35 @@ def test_the_block_size_is_saved_without_an_adapter_too(tmp_path):
         assert load_d2f_model(tmp_path / folder).config.block_size == 8
 
 
+def test_the_trained_block_size_replaces_that_of_a_generation_config(tmp_path):
+    """A block size in the generation config wins over the configuration's, so the model decoded with another one."""
+    model = tiny_model()
+    model.generation_config.block_size = 4
+    trainer = D2FTrainer(
+        model,
+        arguments(tmp_path, block_size=2, max_steps=1),
+        train_dataset=tiny_dataset(),
+        teacher_model=tiny_model(),
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    saved = load_d2f_model(tmp_path / "saved")
+    assert saved.config.block_size == saved.generation_config.block_size == 2
+
+
+def test_an_adapter_is_saved_with_the_tokens_it_was_trained_with(tmp_path):
+    """Only the block size was saved, so the base's own mask and EOS tokens were taken, without a word."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    model = load_d2f_model(tmp_path / "base", mask_token_id=7, eos_token_id=[EOS, 5])
+    trainer = D2FTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=tiny_dataset())
+    trainer.train()
+    trainer.save_model(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="`mask_token_id` must be the one that the adapter was trained with, 7"):
+        load_d2f_model(tmp_path / "base", tmp_path / "adapter")
+    loaded = load_d2f_model(tmp_path / "base", tmp_path / "adapter", mask_token_id=7)
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [EOS, 5]
+
+
 def test_a_bidirectional_model_keeps_its_block_size(tmp_path):
     """The block size of masked diffusion shapes the noise, not the attention."""
     args = arguments(tmp_path, objective="masked_diffusion", block_size=8)

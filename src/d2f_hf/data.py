@@ -102,7 +102,19 @@ def _tokenized(example: Mapping[str, Any]) -> tuple[list[int], int]:
             f"A tokenized example must have `input_ids` and `prompt_length`, got {sorted(example)}. "
             "Add the number of prompt tokens, or give `prompt` and `completion`."
         )
-    return [int(token) for token in example["input_ids"]], int(example["prompt_length"])
+    try:
+        input_ids, prompt_length = [int(token) for token in example["input_ids"]], int(example["prompt_length"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            "`input_ids` of a tokenized example must be a list of integers and `prompt_length` an integer, got "
+            f"{example['input_ids']!r} and {example['prompt_length']!r}: {error}. Map the raw dataset with "
+            "`tokenize_example`, which gives both."
+        ) from error
+    if prompt_length != example["prompt_length"]:
+        raise ValueError(
+            f"`prompt_length` must be an integer, got {example['prompt_length']!r}. It is a number of tokens."
+        )
+    return input_ids, prompt_length
 
 
 def _render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

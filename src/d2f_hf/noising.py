@@ -212,7 +212,7 @@ def _uniform(
 ) -> torch.Tensor:
     """Draws from U[0, 1) on the generator's own device, so that a CPU generator gives the same noise everywhere."""
     source = device if generator is None else generator.device
-    return torch.rand(shape, device=source, generator=generator).to(device)
+    return torch.rand(shape, dtype=torch.float32, device=source, generator=generator).to(device)
 
 
 class D2FNoisingCollator:
@@ -321,7 +321,7 @@ class D2FNoisingCollator:
         in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
         in_loss, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
         noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
-        ratios = torch.zeros(input_ids.shape, device="cpu")
+        ratios = torch.zeros(input_ids.shape, dtype=torch.float32, device="cpu")
         token_ids = [[int(token) for token in feature["input_ids"]] for feature in features]
         generators = [self._generator(tokens) for tokens in token_ids]
         row_ratios = self._row_ratios(token_ids) if self.objective == "masked_diffusion" else None  # [B]
@@ -336,7 +336,7 @@ class D2FNoisingCollator:
                     high=self.mask_ratio_high,
                     generator=generator,
                 )  # [1, N]
-            is_decoding, where = torch.rand(2, generator=generator, device="cpu")
+            is_decoding, where = _uniform((2,), torch.device("cpu"), generator)
             ratios[b] = token_mask_ratios(block_ratios, prompt_lengths[b, None], sequence_length, block_size)[0]
             if is_decoding < self.decoding_probability and row_ratios is not None:
                 start = prompt_lengths[b] + (where * response_length).long()
@@ -350,7 +350,10 @@ class D2FNoisingCollator:
             noisy_ids[row], is_masked[row] = mask_tokens(
                 input_ids[row], in_response[row], ratios[row], self.mask_token_id, generator
             )
-            is_causal[b] = torch.rand((), generator=generator, device="cpu") < self.causal_probability
+            if self.causal_probability > 0.0:
+                # Of a generator of its own: how much the mask takes of the row's follows the width of the batch.
+                draw = _uniform((), torch.device("cpu"), self._generator([-2, *token_ids[b]]))
+                is_causal[b] = draw < self.causal_probability
             if is_causal[b]:
                 noisy_ids[b], ratios[b] = input_ids[b], 1.0
                 in_loss[b] = is_masked[b] = in_response[b]

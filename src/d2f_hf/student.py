@@ -284,13 +284,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter_and_block_size(model: PeftModel, save_directory: str | PathLike, *args, **kwargs) -> None:
-    """`PeftModel.save_pretrained`, with the block size of the model in a generation_config.json in each folder.
+    """`PeftModel.save_pretrained`, with block size and special tokens in a generation_config.json in each folder.
 
     With a config.json, transformers would take the folder for a whole model.
     """
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
-        generation_config = D2FGenerationConfig(block_size=model.get_base_model().config.block_size)
+        config = model.get_base_model().config
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
+        tokens = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        generation_config = D2FGenerationConfig(block_size=config.block_size, **tokens)
         for name in kwargs.get("selected_adapters") or model.peft_config:
             folder = Path(save_directory) if name == "default" else Path(save_directory) / name
             generation_config.to_json_file(folder / "generation_config.json")

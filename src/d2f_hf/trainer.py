@@ -446,7 +446,10 @@ class _AtTheStart(TrainerCallback):
         self.num_passes = int(state.epoch or 0) if has_length(trainer.train_dataset) else 0
         if args.objective == "distillation":  # what it is trained for is what it is saved with
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            base_model(model).config.block_size = trainer.block_size
+            model = base_model(model)
+            model.config.block_size = trainer.block_size
+            if getattr(model.generation_config, "block_size", None) is not None:  # it would win over that of `config`
+                model.generation_config.block_size = trainer.block_size
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.data_collator.epoch = self.num_passes
