@@ -1,7 +1,7 @@
 """Time of the model's forward against that of another checkout: the same weights and the same steps of decoding.
 
     git worktree add /tmp/before HEAD~1
-    python benchmarks/forward.py /tmp/before
+    python -m benchmarks.forward /tmp/before
 
 Decodes problems with the reference model, records what each forward was given, and runs the forwards of all steps
 again with the code of both checkouts in turns. The last line is one JSON object: milliseconds per forward, here and
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parents[1]
@@ -81,8 +82,6 @@ def modeling_of(root: Path, name: str) -> Any:
 def make_model(code: Any, size: str | None) -> Any:
     """The reference model, the student's adapter merged into its teacher; or one with random weights."""
     if size is None:
-        from peft import PeftModel
-
         teacher = code.D2FLLaDAForBlockDiffusion.from_pretrained(MODELS / "teacher", dtype=torch.float32)
         return PeftModel.from_pretrained(teacher, str(MODELS / "student")).merge_and_unload()
     layers, width, heads, feed_forward, vocabulary = RANDOM_SIZES[size]

@@ -7,10 +7,12 @@ An architecture brings its configuration, its layers and the names of its parame
 # B batch, L sequence, S key/value slots, V vocabulary, M positions whose logits are wanted
 
 import copy
+import json
 import tempfile
 import warnings
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs, cached_file, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
@@ -108,6 +110,23 @@ class D2FPreTrainedModel(PreTrainedModel):
                     if getattr(part, "execution_device", None) is not None:
                         return torch.device(part.execution_device)
         return device
+
+    def load_adapter(self, peft_model_id: str | None = None, *args, **kwargs):
+        """As in transformers; takes the block size that the adapter was trained with, if its folder has it."""
+        result = super().load_adapter(peft_model_id, *args, **kwargs)
+        if peft_model_id is not None:
+            hub = kwargs.get("adapter_kwargs") or {}
+            file = cached_file(
+                peft_model_id,
+                "generation_config.json",
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                **{name: hub[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in hub},
+            )
+            block_size = None if file is None else json.loads(Path(file).read_text()).get("block_size")
+            if block_size is not None:
+                self.config.block_size = block_size
+        return result
 
     def save_pretrained(
         self,

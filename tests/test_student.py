@@ -327,7 +327,7 @@ def test_the_block_size_that_was_trained_is_saved(tmp_path):
     values["base_model_name_or_path"] = str(tmp_path / "base")
     (tmp_path / "by_peft" / "adapter_config.json").write_text(json.dumps(values))
     # Once there was a config.json in the folder, which transformers took for a whole model.
-    AutoModelForCausalLM.from_pretrained(tmp_path / "by_peft")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "by_peft").config.block_size == 8
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = load_d2f_model(tmp_path / "merged")
     assert (merged.config.block_size, merged.config.use_cache) == (8, True)
