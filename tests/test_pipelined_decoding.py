@@ -1,4 +1,4 @@
-"""How the pipelined loop runs: rows that come and go, shared first forwards, compiled steps, memory.
+"""How the pipelined loop runs: rows that join and leave, shared first forwards, compiled steps, memory.
 
 What it decodes is the subject of test_generation_d2f.py.
 """
