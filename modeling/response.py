@@ -97,7 +97,6 @@ class Response:
         prompts, prompt_lengths = prompts.cpu(), prompt_lengths.cpu()
         num_rows = len(prompt_lengths)
         self.prompt_lengths = prompt_lengths
-        self.prompt_width = prompts.shape[1]
         self.max_new_tokens = max_new_tokens
         self.mask_token_id = mask_token_id
         self.limits = torch.full_like(prompt_lengths, max_new_tokens)  # of each row, R or less
