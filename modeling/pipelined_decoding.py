@@ -257,13 +257,7 @@ class PipelinedDecoder:
         step feeds each row from its first token. Rows that shared a forward have each their own.
         """
         if self.has_copies:
-            source = torch.repeat_interleave(torch.arange(len(self.live), device="cpu"), self.num_copies)
-            first = self.num_copies.cumsum(0) - self.num_copies
-            number = torch.arange(len(source), device="cpu") - first[source]  # of a copy among those of its row
-            self._keep_rows(source, source[:0], source[:0])
-            self.live = self.live + number
-            self.num_copies, self.has_copies = torch.ones_like(self.num_copies), False
-            self._look_up()
+            self._split_live_rows()
         self.num_committed = torch.zeros_like(self.live)
         self._refresh()
 
@@ -364,29 +358,35 @@ class PipelinedDecoder:
     def _split_shared_rows(
         self, row: torch.LongTensor, index: torch.LongTensor, logits: torch.Tensor
     ) -> tuple[torch.LongTensor, torch.Tensor, torch.LongTensor, torch.LongTensor]:
-        """Splits rows that shared their first forward.
-
-        The first row of each stays where it is, and the others follow behind all.
+        """Splits rows that shared their first forward, what the cache has of them included.
 
         Returns:
             For each row which one it was, `(A,)`; and logits, row and index of all their masked tokens.
+        """
+        num_rows, source = len(self.live), self._split_live_rows()
+        self._move_rows(source[num_rows:], torch.arange(num_rows, len(source), device="cpu"))
+        own = [(row == a).nonzero().flatten() for a in source.tolist()]
+        num_own = source.new_tensor([len(tokens) for tokens in own])
+        row = torch.repeat_interleave(torch.arange(len(source), device="cpu"), num_own)
+        taken = torch.cat(own)
+        return source, logits[taken.to(logits.device)], row, index[taken]
+
+    def _split_live_rows(self) -> torch.LongTensor:
+        """Makes live rows of those that others stand for: for each row which one it was, `(A,)`.
+
+        The first row of each stays where it is, and the others follow behind all.
         """
         num_rows, num_others = len(self.live), self.num_copies - 1
         old = torch.arange(num_rows, device="cpu")
         source = torch.repeat_interleave(old, num_others)  # of the new rows
         new = torch.arange(len(source), device="cpu")
         number = new - (num_others.cumsum(0) - num_others)[source] + 1  # of a copy among those of its row
-        self._move_rows(source, num_rows + new)
         self.num_copies, self.has_copies = torch.ones_like(self.num_copies), False
         rows, source = self.live[source] + number, torch.cat([old, source])
         self._keep_rows(source, rows[:0], rows[:0])
         self.live[num_rows:] = rows
         self._look_up()
-        own = [(row == a).nonzero().flatten() for a in source.tolist()]
-        num_own = source.new_tensor([len(tokens) for tokens in own])
-        row = torch.repeat_interleave(torch.arange(len(source), device="cpu"), num_own)
-        taken = torch.cat(own)
-        return source, logits[taken.to(logits.device)], row, index[taken]
+        return source
 
     def _drop_finished_rows(self) -> None:
         """Rows that have everything decoded up to their first EOS, their limit, or where they were stopped, leave."""
