@@ -7,6 +7,8 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+BLOCK_ALIGNMENTS = ("prompt", "sequence")
+
 
 def published_class(cls: type) -> type:
     """The nearest class of `cls.__mro__` whose code goes with a checkpoint, which is the one that a folder can name.
@@ -47,6 +49,11 @@ class D2FConfig(PreTrainedConfig):
             from an autoregressive one. LLaDA's predict token i.
         block_size (`int`): Tokens per response block that the model was made for: what `generate` uses unless told
             otherwise.
+        block_alignment (`str`): Where blocks start. `"prompt"`: the prompt is one bidirectional block, and response
+            blocks are counted from its end. `"sequence"`: blocks are counted from the first token of the sequence, so
+            the prompt is block-causal too, and its last tokens may share a block with the first ones of the response.
+        has_causal_mode (`bool`): Without masks and under a causal mask the model is an autoregressive one: its logits
+            at position i predict token i + 1. `decoding="autoregressive"` is for such a model.
         mask_token_id (`int`, *optional*): The token that stands for "not decoded yet".
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): As everywhere in transformers.
 
@@ -64,6 +71,8 @@ class D2FConfig(PreTrainedConfig):
 
     right_shift_logits: bool = False
     block_size: int = 32
+    block_alignment: str = "prompt"
+    has_causal_mode: bool = False
     mask_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -148,6 +157,15 @@ class D2FConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be a multiple of `{divisor}`, but they are {value} and {by}.")
         if self.block_size < 1:
             raise ValueError(f"`block_size` must be at least 1, but it is {self.block_size}.")
+        if self.block_alignment not in BLOCK_ALIGNMENTS:
+            raise ValueError(
+                f"`block_alignment` must be one of {BLOCK_ALIGNMENTS}, but it is {self.block_alignment!r}."
+            )
+        if self.has_causal_mode and not self.right_shift_logits:
+            raise ValueError(
+                "`has_causal_mode` must be False where `right_shift_logits` is False, but it is True: an "
+                "autoregressive model predicts the next token."
+            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must be an id of the vocabulary (0 .. {self.vocab_size - 1}), but it is "

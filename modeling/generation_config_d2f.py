@@ -6,10 +6,9 @@ refusals follow from these declarations.
 
 import inspect
 import math
-import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from transformers import CompileConfig, GenerationConfig
@@ -17,6 +16,21 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
 from .acceptance_rules import ACCEPTANCE_RULES
+from .generation_options import (
+    AMOUNT,
+    FINITE,
+    FROM_ZERO,
+    SHARE,
+    TOKEN_IDS,
+    TRUE_OR_FALSE,
+    Check,
+    Option,
+    integer_from,
+    is_integer,
+    is_number,
+    left_out,
+    one_of,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -26,67 +40,10 @@ UNMASK_SCHEDULES = ("even", "linear", "independent")
 BLOCK_CACHES = ("none", "prefix", "dual")
 
 
-class Check(NamedTuple):
-    """What a value must be, in words and as a function. `None` says nothing and is not asked about."""
-
-    must_be: str
-    is_met_by: Callable[[Any], bool]
-
-
-class Option(NamedTuple):
-    """How one parameter of `generate` is filled in, checked and refused.
-
-    Args:
-        check (`Check`): What a value must be.
-        not_used_by (`dict[str, str]`): The values of `decoding` that do not use it, and what they have in its place.
-            A parameter with a default is refused as a keyword only: in a config it may be for another decoding.
-        default (`Any`): The value where nobody says anything.
-    """
-
-    check: Check
-    not_used_by: Mapping[str, str] = {}
-    default: Any = None
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of Python or numpy; True and False are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _is_token_id_or_several(value: Any) -> bool:
-    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-    values = values if isinstance(values, (list, tuple)) else [values]
-    return len(values) > 0 and all(is_integer(token_id) for token_id in values)
-
-
-def _one_of(*values: str) -> Check:
-    return Check(f"one of {values}", lambda value: isinstance(value, str) and value in values)
-
-
-def _integer_from(smallest: int) -> Check:
-    return Check(f"an integer of at least {smallest}", lambda value: is_integer(value) and value >= smallest)
-
-
-def _left_out(*neutral: Any) -> Check:
-    must_be = "left out (block diffusion does not support it; an autoregressive model does)"
-    return Check(must_be, lambda value: isinstance(value, (bool, int, float)) and value in neutral)
-
-
 def _of_d2f(instead: str) -> dict[str, str]:
     """`not_used_by` of an option of pipelined decoding, with what the others have in its place."""
     return {"vanilla": instead, "fast_dllm": instead}
 
-
-_SHARE = Check("a number in [0, 1]", lambda value: _is_number(value) and 0.0 <= value <= 1.0)
-_AMOUNT = Check("a finite number of at least 0", lambda value: _is_number(value) and 0.0 <= value < math.inf)
-_FROM_ZERO = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0.0)
-_FINITE = Check("a finite number", lambda value: _is_number(value) and math.isfinite(value))
-_TRUE_OR_FALSE = Check("True or False", lambda value: isinstance(value, bool))
-_TOKEN_IDS = Check("a token id or a list of token ids, which are integers", _is_token_id_or_several)
 
 _SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
 _ONE_BLOCK_AT_A_TIME = _of_d2f("it decodes one block after the other")
@@ -175,26 +132,26 @@ class D2FGenerationConfig(GenerationConfig):
         ValueError: for a value that is out of range, or an argument that is not used or not supported here.
     """
 
-    decoding: Annotated[str | None, Option(_one_of(*DECODING_MODES), default="d2f")]
-    block_size: Annotated[int | None, Option(_integer_from(1))]
-    block_add_threshold: Annotated[float | None, Option(_SHARE, _ONE_BLOCK_AT_A_TIME, 0.1)]
-    block_activation_threshold: Annotated[float | None, Option(_SHARE, _ONE_BLOCK_AT_A_TIME, 0.95)]
+    decoding: Annotated[str | None, Option(one_of(*DECODING_MODES), default="d2f")]
+    block_size: Annotated[int | None, Option(integer_from(1))]
+    block_add_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.1)]
+    block_activation_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.95)]
     confidence_threshold: Annotated[
-        float | None, Option(_SHARE, {"vanilla": "`steps` says how many tokens each step accepts"}, 0.9)
+        float | None, Option(SHARE, {"vanilla": "`steps` says how many tokens each step accepts"}, 0.9)
     ]
-    token_ranking: Annotated[str | None, Option(_one_of(*TOKEN_RANKINGS), default="probability")]
-    max_active_blocks: Annotated[int | None, Option(_integer_from(1), _ONE_BLOCK_AT_A_TIME)]
-    output_trace: Annotated[bool | None, Option(_TRUE_OR_FALSE, _of_d2f("it has no windows to tell of"), False)]
+    token_ranking: Annotated[str | None, Option(one_of(*TOKEN_RANKINGS), default="probability")]
+    max_active_blocks: Annotated[int | None, Option(integer_from(1), _ONE_BLOCK_AT_A_TIME)]
+    output_trace: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it has no windows to tell of"), False)]
     steps: Annotated[
         int | None,
         Option(
-            _integer_from(1), {"d2f": "it takes as many as it needs; `confidence_threshold` trades speed for quality"}
+            integer_from(1), {"d2f": "it takes as many as it needs; `confidence_threshold` trades speed for quality"}
         ),
     ]
     unmask_schedule: Annotated[
         str | None,
         Option(
-            _one_of(*UNMASK_SCHEDULES),
+            one_of(*UNMASK_SCHEDULES),
             {
                 "d2f": "the thresholds decide what is accepted",
                 "fast_dllm": "`confidence_threshold` decides what is accepted, or `steps` how much",
@@ -202,12 +159,12 @@ class D2FGenerationConfig(GenerationConfig):
         ),
     ]
     ranking_temperature: Annotated[
-        float | None, Option(_FROM_ZERO, {"d2f": _SAMPLED_TOKENS, "fast_dllm": _SAMPLED_TOKENS})
+        float | None, Option(FROM_ZERO, {"d2f": _SAMPLED_TOKENS, "fast_dllm": _SAMPLED_TOKENS})
     ]
     block_cache: Annotated[
         str | None,
         Option(
-            _one_of(*BLOCK_CACHES),
+            one_of(*BLOCK_CACHES),
             {
                 "d2f": "keys and values of a decoded block never change, so all are kept",
                 "vanilla": "nothing is kept from one forward to the next",
@@ -215,15 +172,15 @@ class D2FGenerationConfig(GenerationConfig):
         ),
     ]
     acceptance_rule: Annotated[
-        str | None, Option(_one_of(*ACCEPTANCE_RULES), _of_d2f("it accepts by a rule of its own"))
+        str | None, Option(one_of(*ACCEPTANCE_RULES), _of_d2f("it accepts by a rule of its own"))
     ]
-    semi_activated_threshold: Annotated[float | None, Option(_SHARE, _OF_A_RULE)]
-    credit_decay: Annotated[float | None, Option(_SHARE, _OF_A_RULE)]
-    credit_strength: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
-    confidence_factor: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
-    entropy_bound: Annotated[float | None, Option(_AMOUNT, _OF_A_RULE)]
-    num_branches: Annotated[int | None, Option(_integer_from(1), _of_d2f("it has no branches to choose from"))]
-    remask_threshold: Annotated[float | None, Option(_SHARE, _of_d2f("a token that it accepts stays"))]
+    semi_activated_threshold: Annotated[float | None, Option(SHARE, _OF_A_RULE)]
+    credit_decay: Annotated[float | None, Option(SHARE, _OF_A_RULE)]
+    credit_strength: Annotated[float | None, Option(AMOUNT, _OF_A_RULE)]
+    confidence_factor: Annotated[float | None, Option(AMOUNT, _OF_A_RULE)]
+    entropy_bound: Annotated[float | None, Option(AMOUNT, _OF_A_RULE)]
+    num_branches: Annotated[int | None, Option(integer_from(1), _of_d2f("it has no branches to choose from"))]
+    remask_threshold: Annotated[float | None, Option(SHARE, _of_d2f("a token that it accepts stays"))]
 
     def __init__(self, **kwargs):
         for name in OPTIONS:
@@ -359,16 +316,16 @@ OPTIONS: dict[str, Option] = {
 # The same, and the parameters of `GenerationConfig` that are checked here too.
 PARAMETERS: dict[str, Option] = {
     **OPTIONS,
-    "max_new_tokens": Option(_integer_from(1)),
-    "max_length": Option(_integer_from(1)),
-    **dict.fromkeys(("min_new_tokens", "min_length"), Option(_integer_from(0))),
-    "num_return_sequences": Option(_integer_from(1)),
-    "max_time": Option(Check("a number of seconds", _is_number)),
-    **dict.fromkeys(("use_cache", "do_sample", "output_scores", "output_logits"), Option(_TRUE_OR_FALSE)),
-    "eos_token_id": Option(_TOKEN_IDS),
+    "max_new_tokens": Option(integer_from(1)),
+    "max_length": Option(integer_from(1)),
+    **dict.fromkeys(("min_new_tokens", "min_length"), Option(integer_from(0))),
+    "num_return_sequences": Option(integer_from(1)),
+    "max_time": Option(Check("a number of seconds", is_number)),
+    **dict.fromkeys(("use_cache", "do_sample", "output_scores", "output_logits"), Option(TRUE_OR_FALSE)),
+    "eos_token_id": Option(TOKEN_IDS),
     "pad_token_id": Option(Check("a token id, which is an integer", is_integer)),
     "guidance_scale": Option(
-        _FINITE,
+        FINITE,
         {
             "d2f": "guidance needs a second forward over a prompt that is masked",
             "fast_dllm": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
@@ -383,14 +340,14 @@ PARAMETERS: dict[str, Option] = {
     **dict.fromkeys(
         "dola_layers prompt_lookup_num_tokens watermarking_config force_words_ids constraints decoder_start_token_id "
         "prefill_chunk_size cache_config".split(),
-        Option(_left_out()),
+        Option(left_out()),
     ),
     **dict.fromkeys(
         "low_memory token_healing output_attentions output_hidden_states early_stopping is_assistant".split(),
-        Option(_left_out(False)),
+        Option(left_out(False)),
     ),
-    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size", "diversity_penalty"), Option(_left_out(0))),
-    **dict.fromkeys(("encoder_repetition_penalty", "num_beam_groups", "length_penalty"), Option(_left_out(1))),
+    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size", "diversity_penalty"), Option(left_out(0))),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beam_groups", "length_penalty"), Option(left_out(1))),
 }
 
 # Of these, what changes nothing where there are no beams and no encoder. A model's own config may have it.

@@ -42,10 +42,10 @@ from .generation_config_d2f import (
     D2FGenerationConfig,
     D2FGenerationOutput,
     check_values,
-    is_integer,
     parameters_not_used_by,
     parameters_of_other_rules,
 )
+from .generation_options import is_integer
 from .gradient_mode import gradient_mode
 from .logits_process_d2f import refuse_undeclared
 from .lookahead_decoding import LookAheadDecoder

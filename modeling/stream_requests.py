@@ -10,7 +10,8 @@ from transformers.generation import StoppingCriteriaList
 
 from .acceptance_rules import ACCEPTANCE_RULES
 from .generate_arguments import check_generation_config, check_limits, check_prompts, input_device, num_embeddings
-from .generation_config_d2f import D2FGenerationConfig, is_integer
+from .generation_config_d2f import D2FGenerationConfig
+from .generation_options import is_integer
 from .gradient_mode import keeps_nothing
 from .logits_process_d2f import looks_at_scores_alone, refuse_undeclared
 from .pipelined_decoding import ROW_OPTIONS

@@ -190,3 +190,15 @@ def test_a_config_alone_names_no_code_that_is_not_in_its_folder(family, tmp_path
     model.config.save_pretrained(tmp_path / "model")
     saved = json.loads((tmp_path / "model" / "config.json").read_text())
     assert saved["block_size"] == 5
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"block_alignment": "row"}, "`block_alignment` must be one of"),
+        ({"has_causal_mode": True, "right_shift_logits": False}, "`has_causal_mode` must be False"),
+    ],
+)
+def test_words_about_blocks_and_the_causal_mode_are_checked(options, message):
+    with pytest.raises(Exception, match=message):
+        d2f_hf.D2FLLaDAConfig(**options)

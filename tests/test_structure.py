@@ -21,7 +21,7 @@ MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
 FLOORS = (
-    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f"),
+    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f", "generation_options"),
     ("decoding_loop", "decoding_rules"),
     ("attention_d2f", "configuration_d2f_dream", "configuration_d2f_llada", "generation_config_d2f"),
     ("generate_arguments", "response", "window_forward"),
