@@ -27,7 +27,7 @@ class D2FQwen3Config(D2FDecoderConfig):
     hidden_size: int = 4096
     intermediate_size: int = 22016
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
+    num_key_value_heads: int | None = None
     head_dim: int | None = 128
     max_position_embeddings: int = 32768
     attention_bias: bool = False

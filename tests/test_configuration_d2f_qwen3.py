@@ -8,7 +8,9 @@ from d2f_hf import D2FQwen3Config
 
 
 def test_the_values_of_an_original_config_are_kept():
-    values = Qwen3Config(hidden_size=48, num_attention_heads=4, head_dim=16, num_hidden_layers=2).to_dict()
+    values = Qwen3Config(
+        hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2
+    ).to_dict()
     values.pop("model_type")
     config = D2FQwen3Config.from_dict(values)
     assert config.head_dim == 16 and config.num_hidden_layers == 2 and config.right_shift_logits

@@ -150,8 +150,9 @@ def test_grouped_heads_equal_full_heads_with_repeated_weights(family):
     grouped, full = tiny_model(family=family, num_key_value_heads=2), tiny_model(family=family)
     weights = grouped.state_dict()
     for name, value in weights.items():
-        if "k_proj" in name or "v_proj" in name:  # weights [16, 32] and biases [16] of two heads of size 8
-            weights[name] = value.view(2, 8, -1).repeat_interleave(2, dim=0).reshape(32, *value.shape[1:])
+        if "k_proj" in name or "v_proj" in name:  # weights [2 D, 32] and biases [2 D] of two heads
+            heads = value.view(2, len(value) // 2, -1).repeat_interleave(2, dim=0)
+            weights[name] = heads.reshape(2 * len(value), *value.shape[1:])
     full.load_state_dict(weights)
     ids = random_ids(1, 7)
     assert_near(grouped(ids).logits, full(ids).logits)
