@@ -1,0 +1,189 @@
+"""Where a mask token comes from, and how an autoregressive model and its tokenizer get one."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from causal_models import VOCAB_SIZE, stock_model
+from d2f_hf import add_mask_token, load_d2f_model
+from d2f_hf.mask_token import MASK_TOKENS, give_mask_row, read_vocabulary
+
+IDS = torch.arange(3, 15)[None]
+
+
+def tokenizer_of(size: int, *added: str, **named: str) -> PreTrainedTokenizerFast:
+    """One of `size` words, with added special tokens."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    if added:
+        made.add_special_tokens({"additional_special_tokens": list(added)})
+    made.chat_template = "{{ messages }}"
+    return made
+
+
+def base(folder, tokenizer=None, **options):
+    model = stock_model(LlamaConfig, LlamaForCausalLM, **options)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder, model
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(IDS, prompt_lengths=torch.zeros(1, dtype=torch.long), block_size=1).logits
+
+
+tied_and_untied = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+@tied_and_untied
+@pytest.mark.parametrize("num_words", [None, 60, VOCAB_SIZE], ids=["no tokenizer", "free rows", "full"])
+def test_a_new_mask_token_changes_no_logit_of_another_and_is_never_the_best(tied, num_words, tmp_path):
+    tokenizer = None if num_words is None else tokenizer_of(num_words)
+    folder, stock = base(tmp_path / "base", tokenizer, tie_word_embeddings=tied)
+    model = load_d2f_model(folder)
+    mask_token_id = 60 if num_words == 60 else VOCAB_SIZE
+    assert model.config.mask_token_id == mask_token_id
+    assert model.config.vocab_size == max(VOCAB_SIZE, mask_token_id + 1)
+    with torch.no_grad():
+        expected = stock(IDS).logits
+    others = [i for i in range(VOCAB_SIZE) if i != mask_token_id]
+    found = logits(model)
+    torch.testing.assert_close(found[..., others], expected[..., others], rtol=0, atol=1e-5)
+    assert (found[..., mask_token_id] < found[..., others].amax(-1)).all()
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        torch.testing.assert_close(layer.weight[mask_token_id], layer.weight[others].mean(0))
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+    if tokenizer is not None:
+        assert add_mask_token(model, tokenizer) == mask_token_id == tokenizer.mask_token_id
+        assert tokenizer.convert_tokens_to_ids("<|mask|>") == mask_token_id
+        assert tokenizer.chat_template == "{{ messages }}"
+        tokenizer.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved")
+    again = load_d2f_model(tmp_path / "saved")
+    assert again.config.mask_token_id == mask_token_id and again.config.has_causal_mode
+    assert logits(again).equal(found)
+    if tokenizer is not None:
+        assert AutoTokenizer.from_pretrained(tmp_path / "saved").mask_token_id == mask_token_id
+
+
+def test_loading_draws_no_random_numbers(tmp_path):
+    """New rows of `resize_token_embeddings` do."""
+    folder, _ = base(tmp_path / "base")
+    state = torch.get_rng_state()
+    load_d2f_model(folder)
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("name", MASK_TOKENS)
+def test_a_mask_token_of_the_vocabulary_is_taken(name, tmp_path):
+    folder, stock = base(tmp_path / "base", tokenizer_of(50, "<|other|>", name))
+    model = load_d2f_model(folder)
+    assert model.config.mask_token_id == 51
+    assert model.get_input_embeddings().weight.equal(stock.get_input_embeddings().weight), "its row stays"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert add_mask_token(model, tokenizer) == 51 and tokenizer.mask_token == name and len(tokenizer) == 52
+
+
+def test_what_the_tokenizer_calls_its_mask_token_goes_before_a_name(tmp_path):
+    folder, _ = base(tmp_path / "base", tokenizer_of(50, "<mask>", mask_token="<hidden>"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_d2f_model(folder)
+    assert model.config.mask_token_id == tokenizer.mask_token_id == tokenizer.convert_tokens_to_ids("<hidden>")
+
+
+def test_a_mask_token_that_is_no_token_is_not_taken(tmp_path):
+    """Some tokenizers name a default that their vocabulary does not have."""
+    folder, _ = base(tmp_path / "base", tokenizer_of(50))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "mask_token": "[MASK]"}))
+    assert load_d2f_model(folder).config.mask_token_id == 50
+
+
+def test_the_caller_names_a_token_or_an_id(tmp_path):
+    folder, stock = base(tmp_path / "base", tokenizer_of(50, "<reserved>", "<mask>"))
+    for options, expected in (({"mask_token": "<reserved>"}, 50), ({"mask_token_id": 70}, 70), ({}, 51)):
+        model = load_d2f_model(folder, **options)
+        assert model.config.mask_token_id == expected
+        assert model.get_input_embeddings().weight.equal(stock.get_input_embeddings().weight)
+    assert load_d2f_model(folder, mask_token_id=VOCAB_SIZE).config.vocab_size == VOCAB_SIZE + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask_token": "<nothing>"}, ("`mask_token`", "'<nothing>'", "Leave it out")),
+        ({"mask_token": 3}, ("`mask_token`", "3", "`mask_token_id`")),
+        ({"mask_token": "w1", "mask_token_id": 1}, ("`mask_token`", "`mask_token_id`", "one of them")),
+        ({"mask_token_id": VOCAB_SIZE + 1}, ("`mask_token_id`", str(VOCAB_SIZE + 1))),
+        ({"mask_token_id": -1}, ("`mask_token_id`", "-1")),
+    ],
+    ids=str,
+)
+def test_a_mask_token_that_cannot_be_is_refused(options, words, tmp_path):
+    folder, _ = base(tmp_path / "base", tokenizer_of(50))
+    with pytest.raises(ValueError) as error:
+        load_d2f_model(folder, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_without_tokenizer_files_a_token_cannot_be_named(tmp_path):
+    folder, _ = base(tmp_path / "base")
+    with pytest.raises(ValueError, match="`mask_token`.*needs a tokenizer.json"):
+        load_d2f_model(folder, mask_token="<mask>")
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path):
+    folder, _ = base(tmp_path / "base", tokenizer_of(VOCAB_SIZE + 3))
+    with pytest.raises(ValueError, match="more tokens than the embedding has rows"):
+        load_d2f_model(folder)
+
+
+def test_a_tokenizer_that_would_give_another_id_is_refused_and_unchanged(tmp_path):
+    folder, _ = base(tmp_path / "base")
+    model, tokenizer = load_d2f_model(folder), tokenizer_of(60)
+    with pytest.raises(ValueError, match="mask_token_id=60"):
+        add_mask_token(model, tokenizer)
+    assert len(tokenizer) == 60
+    assert add_mask_token(load_d2f_model(folder, mask_token_id=60), tokenizer) == 60
+
+
+def test_a_model_without_a_mask_token_gets_that_of_the_tokenizer_or_a_new_one(tmp_path):
+    folder, _ = base(tmp_path / "base")
+    for tokenizer, expected in ((tokenizer_of(60, "<mask>"), 60), (tokenizer_of(70), 70), (tokenizer_of(80), 80)):
+        model = load_d2f_model(folder, mask_token_id=3)
+        model.config.mask_token_id = None
+        assert add_mask_token(model, tokenizer) == model.config.mask_token_id == tokenizer.mask_token_id == expected
+
+
+def test_a_row_far_behind_the_last_one_is_refused(tmp_path):
+    model = load_d2f_model(base(tmp_path / "base")[0])
+    with pytest.raises(ValueError, match="`mask_token_id`"):
+        give_mask_row(model, 99)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "unigram", "vocab.json", "tokenizer_config.json"])
+def test_vocabularies_are_read_from_any_of_the_files(kind, tmp_path):
+    added = [{"id": 3, "content": "<mask>", "special": True}]
+    contents = {
+        "tokenizer.json": {"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": added}},
+        "unigram": {
+            "tokenizer.json": {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}, "added_tokens": added}
+        },
+        "vocab.json": {"vocab.json": {"a": 0, "b": 1, "c": 2}, "added_tokens.json": {"<mask>": 3}},
+        "tokenizer_config.json": {"tokenizer_config.json": {"added_tokens_decoder": {"3": {"content": "<mask>"}}}},
+    }[kind]
+    for name, values in contents.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    vocabulary = read_vocabulary(str(tmp_path), {})
+    assert (vocabulary.mask_token_id, vocabulary.next_id) == (3, 4)
+
+
+def test_a_folder_without_tokenizer_files_has_no_vocabulary(tmp_path):
+    assert read_vocabulary(str(tmp_path), {}) is None
