@@ -1,4 +1,4 @@
-"""What config.json says: which architecture it is, what is filled in, and what is refused before weights are loaded."""
+"""What config.json says: which architecture it is, what is filled in, and what is refused before any weight."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -28,6 +29,7 @@ from d2f_hf import (
 )
 from d2f_hf.architectures import ARCHITECTURES
 from golden_data import GOLDEN
+from tiny_models import tokenizer_of
 
 STOCK = {
     "llama": (LlamaConfig, LlamaForCausalLM, D2FLlamaForBlockDiffusion),
@@ -165,6 +167,35 @@ def test_rotary_frequencies_of_old_llama_checkpoints_are_overlooked(tmp_path):
     assert_near(causal(load_d2f_model(tmp_path)), expected)
 
 
+@pytest.mark.parametrize("num_words", [60, VOCAB_SIZE], ids=["free rows", "full"])
+@pytest.mark.parametrize("has_settings", [True, False], ids=["of D2FTrainer", "of anything else"])
+@pytest.mark.parametrize("kind", ["q_proj", "embed_tokens"])
+def test_an_adapter_finds_the_mask_token_that_it_was_trained_with(num_words, has_settings, kind, tmp_path):
+    """On its row of the base, which is made as it was for the training."""
+    stock_folder(tmp_path / "base", "llama")
+    tokenizer_of(num_words).save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    model = load_d2f_model(tmp_path / "base")
+    config = model.config
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=[kind], init_lora_weights=False)).eval()
+    ids = torch.tensor([[3, 5, num_words, num_words]])
+    with torch.no_grad():
+        expected = adapted(ids).logits
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    if has_settings:
+        config.has_causal_mode, config.block_size = False, 8
+        config.save_pretrained(tmp_path / "adapter")
+    for merge in (True, False):
+        again = load_d2f_model(tmp_path / "base", tmp_path / "adapter", merge=merge)
+        assert again.config.mask_token_id == num_words
+        assert again.config.has_causal_mode is not has_settings
+        assert again.config.block_size == (8 if has_settings else 32)
+        if "autoregressive" in DECODING_MODES:
+            assert again.generation_config.decoding == ("d2f" if has_settings else "autoregressive")
+        with torch.no_grad():
+            assert_near(again(ids).logits, expected)
+
+
 # ---- released block-diffusion models ----
 
 
@@ -248,18 +279,20 @@ def test_other_architectures_are_refused_by_name_with_what_they_are(model_type, 
     assert "`model_type`" in str(error.value) and repr(model_type) in str(error.value) and word in str(error.value)
 
 
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
 REFUSED_VALUES = [
     ("mistral", {"sliding_window": 32}, ("`sliding_window`", "32", "sliding_window=None")),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}, ("`use_sliding_window`",)),
+    ("qwen2", {**WINDOWED, "max_window_layers": 1}, ("`use_sliding_window`",)),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, ("`layer_types`", "sliding_attention")),
     ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, ("`layer_types`", "chunked_attention")),
     ("llama", {"partial_rotary_factor": 0.5}, ("`partial_rotary_factor`", "0.5")),
-    ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}, ("`partial_rotary_factor`",)),
+    ("qwen3", {"rope_parameters": HALF_ROTATED}, ("`partial_rotary_factor`",)),
     ("qwen2", {"hidden_act": "gelu"}, ("`hidden_act`", "gelu")),
     ("llama", {"num_local_experts": 8}, ("`num_local_experts`", EXPERTS)),
     ("qwen3", {"num_experts": 128}, ("`num_experts`", EXPERTS)),
     ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, ("`rope_type`", "mrope")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model_type", "config", "words"), REFUSED_VALUES, ids=str)
@@ -283,12 +316,12 @@ def test_a_mistral_whose_file_says_nothing_of_a_window_has_the_one_of_its_class(
         ("mistral", {"sliding_window": 64}, {}),
         ("mistral", {"sliding_window": 32}, {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, {}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "layer_types": None}, {}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}, {"use_sliding_window": False}),
+        ("qwen2", {**WINDOWED, "max_window_layers": 2}, {}),
+        ("qwen3", WINDOWED, {"use_sliding_window": False}),
         ("llama", {"partial_rotary_factor": 1.0, "num_experts": 1}, {}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_window_that_hides_nothing_or_that_the_caller_turns_off_is_none(model_type, config, options, tmp_path):
     stock_folder(tmp_path, model_type)
     file = tmp_path / "config.json"

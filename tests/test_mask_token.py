@@ -4,25 +4,14 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from causal_models import VOCAB_SIZE, stock_model
 from d2f_hf import add_mask_token, load_d2f_model
 from d2f_hf.mask_token import MASK_TOKENS, give_mask_row, read_vocabulary
+from tiny_models import tokenizer_of
 
 IDS = torch.arange(3, 15)[None]
-
-
-def tokenizer_of(size: int, *added: str, **named: str) -> PreTrainedTokenizerFast:
-    """One of `size` words, with added special tokens."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-    if added:
-        made.add_special_tokens({"additional_special_tokens": list(added)})
-    made.chat_template = "{{ messages }}"
-    return made
 
 
 def base(folder, tokenizer=None, **options):

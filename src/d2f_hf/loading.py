@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What decoding needs to know about the training of an adapter. Training saves it beside the adapter.
-_DECODING_SETTINGS = ("block_size", "mask_token_id", *_SPECIAL_TOKENS)
+_DECODING_SETTINGS = ("block_size", "block_alignment", "has_causal_mode", "mask_token_id", *_SPECIAL_TOKENS)
 
 # Options of `from_pretrained`: those about files, those that go on to it, and those that change nothing here.
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
@@ -155,7 +155,8 @@ def load_d2f_model(
     model_class = architecture.model_class
     if model_options.get("generation_config") is None:
         said = architecture.generation if is_original else {}
-        if architecture.is_autoregressive and "autoregressive" in DECODING_MODES:
+        # An adapter that training has put settings beside makes a diffusion model of an autoregressive one.
+        if architecture.is_autoregressive and not trained_with and "autoregressive" in DECODING_MODES:
             said = {"decoding": "autoregressive"}
         model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
@@ -327,9 +328,9 @@ def _read_config(
     # What `from_dict` knows no name for is an option of `from_pretrained`, or a mistake.
     replaced = {**{name: value for name, value in trained_with.items() if name not in options}, **options}
     # The id behind the last one is that of a row which is not there yet.
-    new_mask_id = None
+    new_mask_id, was_autoregressive = None, bool(values.get("has_causal_mode"))
     is_behind = type(replaced.get("mask_token_id")) is int and replaced["mask_token_id"] == values.get("vocab_size")
-    if is_behind and values.get("has_causal_mode"):
+    if is_behind and was_autoregressive:
         new_mask_id = replaced.pop("mask_token_id")
         values.pop("mask_token_id", None)
     try:
@@ -345,7 +346,10 @@ def _read_config(
         )
     if new_mask_id is None:
         is_trained_with = "mask_token_id" not in options and trained_with.get("mask_token_id") is not None
-        new_mask_id = _choose_mask_token(base, hub, config, architecture, mask_token, is_trained_with)
+        released_id = architecture.mask_token_id
+        new_mask_id = _choose_mask_token(
+            base, hub, config, released_id, mask_token, is_trained_with, may_be_new=was_autoregressive
+        )
     return config, architecture, model_type != config_class.model_type, new_mask_id, model_options
 
 
@@ -353,15 +357,16 @@ def _choose_mask_token(
     base: str,
     hub: dict[str, Any],
     config: Any,
-    architecture: Architecture,
+    released_id: int | None,
     mask_token: str | None,
     is_trained_with: bool,
+    may_be_new: bool,
 ) -> int | None:
     """Sets `config.mask_token_id`, and returns it if it is one that the model was not trained with.
 
     An id behind the last row is only returned.
     """
-    if config.mask_token_id is not None and mask_token is None and not (config.has_causal_mode and is_trained_with):
+    if config.mask_token_id is not None and mask_token is None and not (may_be_new and is_trained_with):
         return None
     vocabulary = read_vocabulary(base, hub)
     free_id = config.vocab_size if vocabulary is None else vocabulary.next_id
@@ -371,8 +376,8 @@ def _choose_mask_token(
         return config.mask_token_id if config.mask_token_id == free_id else None
     else:
         found = None if vocabulary is None else vocabulary.mask_token_id
-        if found is None and (architecture.mask_token_id or config.vocab_size) < config.vocab_size:
-            found = architecture.mask_token_id
+        if found is None and released_id is not None and released_id < config.vocab_size:
+            found = released_id
     if found is not None:
         if found >= config.vocab_size:
             raise ValueError(
@@ -381,7 +386,7 @@ def _choose_mask_token(
             )
         config.mask_token_id = found
         return None
-    if not config.has_causal_mode:
+    if not may_be_new:
         raise ValueError(
             f"`mask_token_id` in {base}/config.json must be the id of the mask token, which stands for what is not "
             "decoded yet, but there is none, nor in the tokenizer files. If the vocabulary has such a token, pass "
