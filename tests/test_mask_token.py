@@ -176,3 +176,25 @@ def test_vocabularies_are_read_from_any_of_the_files(kind, tmp_path):
 
 def test_a_folder_without_tokenizer_files_has_no_vocabulary(tmp_path):
     assert read_vocabulary(str(tmp_path), {}) is None
+
+
+def test_a_hole_in_the_vocabulary_is_not_a_free_id(tmp_path):
+    """The number of tokens is then the id of one of them, whose row would have been written over."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 2}))
+    assert read_vocabulary(str(tmp_path), {}).next_id == 3
+
+
+def test_a_new_row_is_made_in_any_dtype_and_with_a_device_map_and_not_on_the_disk(tmp_path):
+    folder, _ = base(tmp_path / "base")
+    for options in ({"dtype": "bfloat16"}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}}):
+        model = load_d2f_model(folder, **options)
+        assert logits(model).shape[-1] == VOCAB_SIZE + 1 and logits(model).dtype == model.dtype
+    with pytest.raises(ValueError, match="`device_map` must leave nothing on the disk"):
+        load_d2f_model(folder, device_map={"": "disk"}, offload_folder=str(tmp_path / "offload"))
+
+
+@torch.no_grad()
+def test_a_row_that_a_device_does_not_hold_is_refused(tmp_path):
+    model = load_d2f_model(base(tmp_path / "base")[0]).to("meta")
+    with pytest.raises(ValueError, match="offloaded or sharded"):
+        give_mask_row(model, 3)

@@ -8,13 +8,13 @@ import copy
 import functools
 from collections.abc import Iterable
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
+from d2f_hf.adapters import SPECIAL_TOKENS, checked_adapter, say_untied, settings_beside_adapter, untie
 from d2f_hf.architectures import Architecture, architecture_of, config_values
 from d2f_hf.checkpoint_files import checked_headers, checked_path, find_file, read_json, weight_files
 from d2f_hf.mask_token import give_mask_row, named_mask_token, read_vocabulary
@@ -23,11 +23,7 @@ from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
-
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What decoding needs to know about the training of an adapter. Training saves it beside the adapter.
-_DECODING_SETTINGS = ("block_size", "block_alignment", "has_causal_mode", "mask_token_id", *_SPECIAL_TOKENS)
+    from peft import PeftModel
 
 # Options of `from_pretrained`: those about files, those that go on to it, and those that change nothing here.
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
@@ -52,16 +48,6 @@ _REFUSED_OPTIONS = {
     "return_unused_kwargs": "an option that is not used is an error. Leave it out",
     "state_dict": "the weights are read from `base`. Call `load_state_dict` on the model",
     "use_auth_token": "it is called `token` now",
-}
-# Initial values of LoRA for which peft changes the base, by data, by chance or by packages that may not be there.
-_UNREPEATABLE_INITS = ("corda", "loftq", "lora_ga", "pissa_niter")
-# Kinds of LoRA that do more than add to the weights of layers, by the field of adapter_config.json that asks for them.
-_REFUSED_LORA = {
-    "alora_invocation_tokens": "it is active from certain tokens on, which decoding does not look for",
-    "arrow_config": "it chooses among other adapters",
-    "layer_replication": "it gives the model more layers",
-    "megatron_config": "it is for the layers of Megatron",
-    "monteclora_config": "it draws its weights at random",
 }
 
 
@@ -147,7 +133,7 @@ def load_d2f_model(
     adapter_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
 
     # 1. The configurations.
-    trained_with = {} if adapter is None else _settings_beside_adapter(adapter, adapter_hub)
+    trained_with = {} if adapter is None else settings_beside_adapter(adapter, adapter_hub)
     replaced = {*options, *trained_with}
     config, architecture, is_original, new_mask_id, model_options = _read_config(
         base, hub, options, trained_with, mask_token
@@ -166,6 +152,13 @@ def load_d2f_model(
             "loses most of the adapter. Or merge without quantization, save the model, and quantize that one."
         )
 
+    if new_mask_id is not None and isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            "`device_map` must leave nothing on the disk for a model that gets a new mask token, because its "
+            "embedding is written to. Load it with device_map='cpu', save it, and load that one. Or name a token of "
+            "the vocabulary as `mask_token` or `mask_token_id`."
+        )
+
     # 2. What is in the files.
     try:
         with torch.device("meta"):
@@ -182,7 +175,7 @@ def load_d2f_model(
         if new_mask_id == config.vocab_size:  # the adapter is for a model that has the row already
             with torch.device("meta"):
                 empty_model = model_class(_with_vocab_size(config, new_mask_id + 1))
-        lora_folder, lora_config, must_untie = _checked_adapter(empty_model, adapter, adapter_hub, merge)
+        lora_folder, lora_config, must_untie = checked_adapter(empty_model, adapter, adapter_hub, merge)
     weights = checked_headers(
         weight_files(base, hub, model_options.get("variant")),
         parameters,
@@ -227,11 +220,11 @@ def load_d2f_model(
                 "or the embedding, and the two are tied. Load and merge with device_map='cpu', save the model, and "
                 "load that one."
             )
-        _untie(model)
+        untie(model)
     lora_config.base_model_name_or_path, lora_config.revision = str(base), revision
     adapted = PeftModel.from_pretrained(model, lora_folder, config=lora_config)
     if must_untie:  # only now, because peft ties its own weights where the configuration says so
-        _say_untied(model)
+        say_untied(model)
     if not merge:
         return adapted
     model = adapted.merge_and_unload()
@@ -273,16 +266,6 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`{name}` is not supported by `load_d2f_model`: {way_out}.")
     dropped = ("use_safetensors", *_WITHOUT_EFFECT, *_REFUSED_OPTIONS)
     return {name: value for name, value in options.items() if name not in dropped}
-
-
-def _settings_beside_adapter(adapter: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """What config.json and generation_config.json in an adapter's folder say about decoding, if they are there."""
-    settings = {}
-    for name in ("generation_config.json", "config.json"):
-        file = find_file(adapter, name, hub)
-        values = read_json(file) if file is not None else {}
-        settings |= {name: values[name] for name in _DECODING_SETTINGS if values.get(name) is not None}
-    return settings
 
 
 def _read_config(
@@ -422,115 +405,7 @@ def _read_generation_config(
     file = find_file(base, "generation_config.json", hub)
     saved = read_json(file) if file is not None else {}
     if is_original:  # the rest sets up a sampler that is not here, such as Dream's `alg` and `steps`
-        saved = {name: saved[name] for name in _SPECIAL_TOKENS if saved.get(name) is not None}
+        saved = {name: saved[name] for name in SPECIAL_TOKENS if saved.get(name) is not None}
     saved = {name: value for name, value in saved.items() if name not in options}
     known = D2FGenerationConfig.from_model_config(config).to_dict()
     return D2FGenerationConfig.from_dict({**known, **said, **saved})
-
-
-def _checked_adapter(
-    empty_model: PreTrainedModel, adapter: str, hub: dict[str, Any], merge: bool
-) -> tuple[Path, "LoraConfig", bool]:
-    """The local folder of an adapter that fits the model, its configuration, and whether to untie head and embedding.
-
-    The model is used up: it is untied, gets the adapter's layers, and loses them again by merging.
-    """
-    try:
-        from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError as error:
-        raise ImportError('`adapter` needs peft: pip install "d2f-hf[train]"') from error
-
-    config_file, weights_file = (
-        find_file(adapter, name, hub) for name in ("adapter_config.json", "adapter_model.safetensors")
-    )
-    if config_file is None or weights_file is None:
-        raise ValueError(
-            f"{adapter} must hold adapter_config.json and adapter_model.safetensors, but "
-            f"{'the first' if config_file is None else 'the second'} is missing. A whole model is passed as `base` "
-            "alone; an adapter_model.bin is converted by loading and saving it with peft."
-        )
-    values = read_json(config_file)
-    if values.get("peft_type") != "LORA":
-        raise ValueError(
-            f"`peft_type` in {config_file} must be 'LORA', but it is {values.get('peft_type')!r}. Load another kind "
-            "of adapter with peft, on the model that `load_d2f_model` gives without `adapter`; one of virtual tokens "
-            "(prompt tuning, prefix tuning, p-tuning) cannot be decoded with."
-        )
-    for name, reason in _REFUSED_LORA.items():
-        if values.get(name):
-            raise ValueError(f"`{name}` in {config_file} is not supported, but it is {values[name]!r}: {reason}.")
-    folder = Path(config_file).parent
-    try:
-        lora_config = LoraConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{config_file} must be the configuration of a LoRA adapter: {error}") from error
-    if str(lora_config.init_lora_weights).startswith(_UNREPEATABLE_INITS):
-        raise ValueError(
-            f"`init_lora_weights` in {config_file} is {lora_config.init_lora_weights!r}, which changes the weights of "
-            "the base in a way that cannot be repeated. Save the adapter with peft's "
-            "`path_initial_model_for_weight_conversion`, which makes it one for the weights as they are."
-        )
-    way_out = f"Pass the `base` that the adapter was trained on; this one is a {type(empty_model).__name__}."
-
-    modules = [name for name, _ in empty_model.named_modules()]
-    targets = lora_config.target_modules or ()
-    if not isinstance(targets, (str, list, tuple, set)):
-        raise ValueError(f"`target_modules` in {config_file} must be a list or a pattern, but it is {targets!r}.")
-    targets = [] if isinstance(targets, str) else sorted(targets)
-    for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in modules):
-            raise ValueError(
-                f"`target_modules` in {config_file} must be modules of the model, but it has no {target!r}. {way_out}"
-            )
-    is_tied = bool(empty_model.all_tied_weights_keys)
-    if is_tied:
-        _untie(empty_model)
-    try:
-        adapted = PeftModel(empty_model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
-    except Exception as error:  # peft and re raise many kinds for values that make no sense
-        raise ValueError(f"{config_file} does not fit the model: {error} {way_out}") from error
-    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    # peft saves the base weights of embedding and head too, where the adapter is on them or when told to.
-    allowed = get_peft_model_state_dict(adapted, save_embedding_layers=True)
-    checked_headers([weights_file], expected, tied={}, way_out=way_out, optional=allowed)
-    layers = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, BaseTunerLayer)]
-    biases = [
-        f"{name}.base_layer.bias"
-        for name, layer in layers
-        if getattr(layer.get_base_layer(), "bias", None) is not None
-    ]
-    if lora_config.bias == "lora_only" and not expected.keys() >= set(biases):
-        raise ValueError(
-            f"`bias` in {config_file} is 'lora_only', and peft before 0.21 neither saves nor loads these biases. Use "
-            "a newer peft, for saving too."
-        )
-    is_on_embeddings = any(
-        isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        for layer in (empty_model.get_input_embeddings(), empty_model.get_output_embeddings())
-    )
-    are_saved_as_one = bool(getattr(adapted.peft_config["default"], "modules_to_tie", None))  # ensure_weight_tying
-    if merge:
-        try:
-            adapted.merge_and_unload()
-        except Exception as error:
-            raise ValueError(
-                f"`merge` must be False for the adapter in {folder}, but it is True. It cannot be merged: {error}"
-            ) from error
-    return folder, lora_config, is_tied and is_on_embeddings and not are_saved_as_one
-
-
-def _untie(model: PreTrainedModel) -> None:
-    """Gives the head weights of its own, so that merging an adapter on head or embedding leaves the other one alone.
-
-    The configuration goes on to say that they are tied, see [`_say_untied`].
-    """
-    head: Any = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-
-
-def _say_untied(model: PreTrainedModel) -> None:
-    """Makes the model save and load both, embedding and head."""
-    model.config.tie_word_embeddings = False
-    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

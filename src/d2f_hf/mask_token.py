@@ -26,7 +26,7 @@ class Vocabulary:
         ids (`dict[str, int]`): Of all tokens.
         added (`frozenset[str]`): Those that were added to the model's own.
         mask_token (`str`, *optional*): What the tokenizer calls its mask token.
-        next_id (`int`): The id that a tokenizer gives to the next token that is added.
+        next_id (`int`): The one behind the highest, which a tokenizer gives to the next token that is added.
     """
 
     ids: dict[str, int]
@@ -67,8 +67,8 @@ def read_vocabulary(folder_or_id: str, hub: dict[str, Any]) -> Vocabulary | None
         return None
     named = settings.get("mask_token") or values_of("special_tokens_map.json").get("mask_token")
     mask_token = named.get("content") if isinstance(named, dict) else named
-    next_id = max(len(own), max(added.values(), default=-1) + 1)
-    return Vocabulary({**own, **added}, frozenset(added), mask_token, next_id)
+    ids = {**own, **added}
+    return Vocabulary(ids, frozenset(added), mask_token, next_id=max(ids.values()) + 1)
 
 
 def named_mask_token(token: str, vocabulary: Vocabulary | None, base: str) -> int:
@@ -150,8 +150,7 @@ def add_mask_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase
         `int`: The id of the mask token.
 
     Raises:
-        ValueError: if the tokenizer would give a new token another id than the model has for it. Nothing is changed
-            then.
+        ValueError: if the tokenizer would give a new token another id than the model has for it.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     mask_token_id = model.config.mask_token_id
