@@ -1,16 +1,36 @@
 """Where a mask token comes from, and how an autoregressive model and its tokenizer get one."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from causal_models import VOCAB_SIZE, stock_model
 from d2f_hf import add_mask_token, load_d2f_model
 from d2f_hf.mask_token import MASK_TOKENS, give_mask_row, read_vocabulary
 from tiny_models import tokenizer_of
 
+STOCK = (
+    (LlamaConfig, LlamaForCausalLM),
+    (MistralConfig, MistralForCausalLM),
+    (Qwen2Config, Qwen2ForCausalLM),
+    (Qwen3Config, Qwen3ForCausalLM),
+)
 IDS = torch.arange(3, 15)[None]
 
 
@@ -198,3 +218,53 @@ def test_a_row_that_a_device_does_not_hold_is_refused(tmp_path):
     model = load_d2f_model(base(tmp_path / "base")[0]).to("meta")
     with pytest.raises(ValueError, match="offloaded or sharded"):
         give_mask_row(model, 3)
+
+
+WITHOUT_THE_PACKAGE = """
+import sys
+
+sys.modules["d2f_hf"] = None  # `import d2f_hf` fails
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+results = {}
+for i, folder in enumerate(sys.argv[2:]):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    assert AutoTokenizer.from_pretrained(folder).mask_token_id == model.config.mask_token_id == 80
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        logits = model(ids, prompt_lengths=torch.zeros(1, dtype=torch.long), block_size=1).logits
+    results[str(i)] = logits
+    model.generate(ids, max_new_tokens=4, decoding="d2f")
+save_file(results, sys.argv[1])
+"""
+
+
+def test_a_saved_autoregressive_base_with_a_new_token_loads_without_the_package(tmp_path):
+    """Of each family, tied and untied."""
+    expected, folders = {}, []
+    for config_class, model_class in STOCK:
+        for tied in (False, True):
+            folder = tmp_path / f"{model_class.__name__}-{tied}"
+            options = {"sliding_window": None} if config_class is MistralConfig else {}
+            stock_model(config_class, model_class, tie_word_embeddings=tied, **options).save_pretrained(
+                folder / "base"
+            )
+            model, tokenizer = load_d2f_model(folder / "base"), tokenizer_of(VOCAB_SIZE)
+            add_mask_token(model, tokenizer)
+            model.save_pretrained(folder / "saved")
+            tokenizer.save_pretrained(folder / "saved")
+            expected[str(len(folders))] = logits(model)
+            folders.append(str(folder / "saved"))
+    blocked = {"PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"}
+    environment = {name: value for name, value in os.environ.items() if name not in blocked}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONWARNINGS": "ignore"}
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(tmp_path / "results.safetensors"), *folders]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = load_file(tmp_path / "results.safetensors")
+    assert len(results) == 8 and all(results[name].equal(value) for name, value in expected.items())
