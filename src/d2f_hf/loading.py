@@ -142,7 +142,8 @@ def load_d2f_model(
     if model_options.get("generation_config") is None:
         said = architecture.generation if is_original else {}
         # An adapter that training has put settings beside makes a diffusion model of an autoregressive one.
-        if architecture.is_autoregressive and not trained_with and "autoregressive" in DECODING_MODES:
+        is_autoregressive = architecture.is_autoregressive and config.has_causal_mode and not trained_with
+        if is_autoregressive and "autoregressive" in DECODING_MODES:
             said = {"decoding": "autoregressive"}
         model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
