@@ -110,9 +110,9 @@ class D2FGenerationConfig(GenerationConfig):
     Experimental: measured below the default, or equal to it at best (docs/benchmarks), and free to change.
 
     Args:
-        acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"sequential"`, the first tokens
-            of each fully activated block, whatever their probability (SDAR), belongs to released models. `"threshold"` (default), what
-            is above `confidence_threshold`, as in the paper; `"credit"`, the same where a token's probability is
+        acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"threshold"` (default), what
+            is above `confidence_threshold`, as in the paper; `"sequential"`, the first tokens of each fully activated
+            block, whatever their probability (SDAR); `"credit"`, as `"threshold"` where a token's probability is
             raised by what it earned as the prediction of earlier steps (CreditDecoding); `"factor"`, the more at once,
             the surer all must be (Fast-dLLM's factor rule); `"entropy_bound"`, the surest ones, as far as their
             entropy allows (EB-Sampler). By each of them a fully activated block accepts at least one token.

@@ -10,6 +10,7 @@ from d2f_hf.modeling import window_forward
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers.generation.streamers import BaseStreamer
 
 from prompts import pad
 from sequence_models import BLOCK_MODELS, FAMILIES, block_model, official_runs
@@ -171,3 +172,126 @@ def test_batch_stream_and_uncached_are_the_oracle_on_each_row_alone(case):
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **common)
         assert alone.sequences[0, len(prompt) :].tolist() == tokens
         assert [step["accepted"] for step in alone.trace[0]] == accepted
+
+
+class Heard(BaseStreamer):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+
+PROMPTS = [
+    [3],
+    [5, 2, 9],
+    [7, 1, 4, 8],
+    [2] * 5,
+    [6, 1, 2, 3, 4, 5, 6, 7, 9],
+]  # block 0 empty, short of one, whole ...
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_branches": 3},
+        {"num_branches": 3, "block_add_threshold": 0.3},
+        {"remask_threshold": 0.3},
+        {"remask_threshold": 0.9, "block_add_threshold": 0.3},
+        {"acceptance_rule": "credit", "block_add_threshold": 0.3},
+        {"acceptance_rule": "factor"},
+        {"min_new_tokens": 5},
+        {"do_sample": True, "top_k": 1, "min_new_tokens": 3},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},  # from left to right
+        {"cache_implementation": "static"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("limit", [1, 6, 13])
+def test_every_option_gives_the_same_alone_in_a_batch_and_in_a_stream(options, limit):
+    model = random_model("dream", 1, True)
+    common = {"block_add_threshold": 1.0, "block_size": 4, "max_new_tokens": limit, **options}
+    inputs = pad(PROMPTS, "left")
+    width = inputs["input_ids"].shape[1]
+    batch = model.generate(**inputs, **common, **FULL, output_scores=True, output_logits=True)
+    uncached = model.generate(**inputs, **common, use_cache=False)
+    stream = dict(model.generate_stream_batch([torch.tensor(p) for p in PROMPTS], 2, width, **common))
+    assert batch.sequences.equal(uncached)
+    assert len(batch.scores) == len(batch.logits) == batch.sequences.shape[1] - width <= limit
+    for row, prompt in enumerate(PROMPTS):
+        ids, heard = torch.tensor([prompt]), Heard()
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **common, streamer=heard)
+        response = alone[0, len(prompt) :].tolist()
+        assert len(response) <= limit and MASK not in response
+        assert batch.sequences[row, width:].tolist()[: len(response)] == response
+        assert stream[row].tolist() == response
+        # transformers' streamers are told the prompt first, by the caller's side of `generate`.
+        assert heard.tokens[-len(response) :] == response
+        for i, token in enumerate(response):
+            assert batch.scores[i][row].isfinite().any()
+            if "repetition_penalty" not in options:
+                assert batch.scores[i][row].argmax() == token or options.get("do_sample")
+        written = {position: token for step in batch.trace[row] for position, token in step["accepted"]}
+        assert [written[len(prompt) + i] for i in range(len(response))] == response
+        assert min(written) >= len(prompt)
+
+
+def test_returned_sequences_share_their_first_forward_and_stay_apart():
+    model = random_model("dream", 1, True)
+    ids = torch.tensor([PROMPTS[4]])
+    common = {"attention_mask": torch.ones_like(ids), "block_size": 4, "max_new_tokens": 7, "block_add_threshold": 1.0}
+    one = model.generate(ids, **common, do_sample=True, top_k=1)
+    surest = model.generate(ids, **common, do_sample=True, top_k=1, num_return_sequences=3, **FULL)
+    assert surest.sequences.equal(one.expand(3, -1))
+    sampling = {"do_sample": True, "temperature": 3.0, "top_k": 0, "eos_token_id": None}
+    several = model.generate(ids, **common, **sampling, num_return_sequences=4)
+    assert len({tuple(row) for row in several.tolist()}) > 1
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5])
+def test_a_stopping_criterion_ends_a_row_where_it_says(length):
+    """It once would have been compared with a length that counts the prompt's tokens in the first block."""
+    model, ids = random_model("dream", 1, True), torch.tensor([PROMPTS[1]])
+    common = {"attention_mask": torch.ones_like(ids), "block_size": 4, "max_new_tokens": 9, "eos_token_id": None}
+    whole = model.generate(ids, **common)
+    end = ids.shape[1] + length
+    stopped = model.generate(ids, **common, stopping_criteria=[lambda ids, scores, **k: ids.shape[1] >= end])
+    assert stopped.equal(whole[:, :end])
+
+
+def test_masks_in_a_prompt_stay_and_an_eos_in_its_last_block_ends_nothing():
+    model = random_model("dream", 1, True)
+    for prompt in ([1, MASK, 3], [1, EOS, 3], [4, 5, 6, 7, MASK, EOS]):
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            block_size=4,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            remask_threshold=0.5,
+        )
+        assert output[0, : len(prompt)].tolist() == prompt and output.shape[1] == len(prompt) + 6
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"block_size": 4, "steps_per_block": 5}, "steps_per_block"),
+        ({"block_size": 4, "sub_block_size": 3}, "sub_block_size"),
+        ({"block_size": 4, "sub_block_size": 8}, "sub_block_size"),
+        ({"steps_per_block": 2, "acceptance_rule": "factor"}, "steps_per_block"),
+        ({"confidence_threshold": 0.5, "acceptance_rule": "sequential"}, "confidence_threshold"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, name):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        block_model("sdar").generate(torch.tensor([[1, 2]]), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        block_model("sdar").open_stream(1, 4, max_new_tokens=4, **options)
