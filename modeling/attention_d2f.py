@@ -29,7 +29,12 @@ def head_dim_of(config: D2FConfig) -> int:
 
 
 class D2FRotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary embedding, in float32 as in the original (`rope_full_precision`)."""
+    """Cosines and sines of the rotary embedding, in float32 as in the original (`rope_full_precision`).
+
+    The rope types "dynamic" and "longrope" change the frequencies where a forward goes beyond the original context, as
+    in transformers: by the longest row of the batch, and not for keys that are in the cache already. There, a row
+    depends on its batch and on the cache.
+    """
 
     inv_freq: torch.Tensor
 

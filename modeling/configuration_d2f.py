@@ -146,6 +146,11 @@ class D2FConfig(PreTrainedConfig):
                 f"`rope_type` in `rope_parameters` must be one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, but it "
                 f"is {rope_type!r}."
             )
+        rotated_part = (self.rope_parameters or {}).get("partial_rotary_factor")
+        if rotated_part not in (None, 1):
+            raise ValueError(
+                f"`partial_rotary_factor` must be 1, but it is {rotated_part}: positions rotate all of each head here."
+            )
         multiples = [("num_attention_heads", "num_key_value_heads")]
         if getattr(self, "head_dim", None) is None:
             multiples.insert(0, ("hidden_size", "num_attention_heads"))

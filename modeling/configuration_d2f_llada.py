@@ -61,6 +61,7 @@ class D2FLLaDAConfig(D2FConfig):
         "embedding_dropout": 0.0,
         "residual_dropout": 0.0,
         "multi_query_attention": False,
+        "head_dim": None,  # always d_model / n_heads
     }
     ignored_options = (  # about training, other code, or the default of what is fixed
         "alibi_bias_max",

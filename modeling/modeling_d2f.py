@@ -95,6 +95,7 @@ class D2FPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]  # of old checkpoints; they are computed here
 
     @property
     def device(self) -> torch.device:

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from d2f_hf.modeling.attention_d2f import rotate
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from d2f_hf import D2FLLaDAForBlockDiffusion
+from causal_models import stock_model, with_its_weights
+from d2f_hf import D2FLLaDAForBlockDiffusion, D2FLlamaForBlockDiffusion
 from tiny_models import FAMILIES, tiny_config, tiny_model
 
 # B batch, L sequence, S key/value slots, H heads, D head dimension
@@ -126,3 +128,24 @@ def test_frequencies_are_computed_on_the_host_whatever_the_default_device_is():
         filled = D2FLLaDAForBlockDiffusion(tiny_config())
         filled.to_empty(device="cpu")
     assert filled.model.rotary_emb.inv_freq.equal(expected)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_change_as_in_transformers(rope_type):
+    """Also for keys in a cache, which keep the frequencies of their own forward, and for a short text after a long."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+        rope |= {**factors, "original_max_position_embeddings": 16}
+    length = 16 if rope_type == "dynamic" else 64
+    stock = stock_model(LlamaConfig, LlamaForCausalLM, rope_parameters=rope, max_position_embeddings=length)
+    own = with_its_weights(stock, D2FLlamaForBlockDiffusion)
+    ids = torch.randint(0, 60, (1, 40), generator=torch.Generator().manual_seed(1))
+    causal = {"prompt_lengths": torch.zeros(1, dtype=torch.long), "block_size": 1}
+    for end in (10, 40, 20, 12):
+        torch.testing.assert_close(own(ids[:, :end], **causal).logits, stock(ids[:, :end]).logits, rtol=0, atol=1e-5)
+    caches = DynamicCache(), DynamicCache()
+    for start, end in ((0, 13), (13, 17), (17, 18), (18, 40)):
+        found = own(ids[:, start:end], cache=caches[0], **causal).logits
+        expected = stock(ids[:, start:end], past_key_values=caches[1]).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -202,3 +202,12 @@ def test_a_config_alone_names_no_code_that_is_not_in_its_folder(family, tmp_path
 def test_words_about_blocks_and_the_causal_mode_are_checked(options, message):
     with pytest.raises(Exception, match=message):
         d2f_hf.D2FLLaDAConfig(**options)
+
+
+@all_families
+def test_heads_that_are_rotated_in_part_are_refused_wherever_the_file_says_so(family):
+    """Within `rope_parameters` it was ignored, and all of each head was rotated."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(Exception, match="`partial_rotary_factor`"):
+        tiny_config(family, rope_parameters=rope)
+    tiny_config(family, rope_parameters={**rope, "partial_rotary_factor": 1.0})

@@ -93,3 +93,9 @@ def test_the_usual_names_of_transformers_mean_the_original_ones(usual, original)
     assert getattr(tiny_config(**{original: value}), usual) == value
     setattr(config, usual, value)
     assert getattr(config, original) == value
+
+
+def test_a_width_of_heads_that_the_projections_do_not_have_is_an_error():
+    """The heads had that width and the projections had not, so that there were other heads than asked for."""
+    with pytest.raises(ValueError, match="`head_dim`"):
+        tiny_config(head_dim=16)

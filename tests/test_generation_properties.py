@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from prompts import pad
 from reference_decoding import reference_decode
-from tiny_models import EOS, MASK, PAD, plain_logits, tiny_model
+from tiny_models import EOS, FAMILIES, MASK, PAD, plain_logits, tiny_model
 
 FULL = {"return_dict_in_generate": True, "output_trace": True}
 
@@ -37,7 +37,7 @@ def cases(draw):
     prompt = st.lists(st.integers(0, MASK), min_size=1, max_size=9).filter(lambda ids: set(ids) != {MASK})
     return {
         "model": (
-            draw(st.sampled_from(["llada", "dream"])),
+            draw(st.sampled_from(sorted(FAMILIES))),
             draw(st.sampled_from(["plain", "grouped", "tied", "other shift"])),
             draw(st.integers(0, 3)),
         ),

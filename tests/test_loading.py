@@ -381,7 +381,7 @@ def assert_refused(base: Path, adapter: Path | None, *words: str, **options) -> 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "qwen2"}, ("`model_type`", "llada, d2f_llada, Dream, d2f_dream", "'qwen2'", "Pass")),
+        ({"model_type": "gpt2"}, ("`model_type`", "llada, d2f_llada, Dream, d2f_dream", "'gpt2'", "Pass")),
         ({"model_type": None}, ("`model_type`", "None")),
         ({"mask_token_id": None}, ("`mask_token_id`", "none", "mask_token_id=tokenizer.mask_token_id")),
         ({"mask_token_id": 160}, ("`mask_token_id`", "0 .. 159", "160", "resize")),

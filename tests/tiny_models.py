@@ -185,3 +185,14 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>", padding_side="left"
     )
+
+
+def tokenizer_of(size: int, *added: str, **named: str) -> PreTrainedTokenizerFast:
+    """One of `size` words, with added special tokens."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    if added:
+        made.add_special_tokens({"additional_special_tokens": list(added)})
+    made.chat_template = "{{ messages }}"
+    return made

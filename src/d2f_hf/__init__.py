@@ -30,6 +30,7 @@ from d2f_hf.modeling import (
 if TYPE_CHECKING:
     from d2f_hf.data import D2FDataCollator, tokenize_example
     from d2f_hf.loading import load_d2f_model
+    from d2f_hf.mask_token import add_mask_token
     from d2f_hf.trainer import D2FTrainer
     from d2f_hf.training_args import D2FTrainingArguments
 
@@ -51,6 +52,7 @@ _IMPORTED_WHEN_USED = {
     "D2FDataCollator": "d2f_hf.data",
     "D2FTrainer": "d2f_hf.trainer",
     "D2FTrainingArguments": "d2f_hf.training_args",
+    "add_mask_token": "d2f_hf.mask_token",
     "load_d2f_model": "d2f_hf.loading",
     "tokenize_example": "d2f_hf.data",
 }
@@ -85,6 +87,7 @@ __all__ = [
     "D2FTrainer",
     "D2FTrainingArguments",
     "__version__",
+    "add_mask_token",
     "load_d2f_model",
     "tokenize_example",
 ]

@@ -1,4 +1,4 @@
-"""Original LLaDA and Dream checkpoints, with or without a released D2F adapter, as D2F models.
+"""Original checkpoints, with or without a D2F adapter, as D2F models.
 
 What can be wrong with the files shows in their configurations and in the headers of their safetensors files. All of it
 is checked before a weight is loaded, because transformers and peft only warn about weights that do not fit.
@@ -6,44 +6,24 @@ is checked before a weight is loaded, because transformers and peft only warn ab
 
 import copy
 import functools
-import json
-import os
 from collections.abc import Iterable
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import load_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers import GenerationConfig, PreTrainedConfig
 
-from d2f_hf.modeling import (
-    D2FDreamConfig,
-    D2FDreamForBlockDiffusion,
-    D2FGenerationConfig,
-    D2FLLaDAConfig,
-    D2FLLaDAForBlockDiffusion,
-)
+from d2f_hf.adapters import SPECIAL_TOKENS, checked_adapter, say_untied, settings_beside_adapter, untie
+from d2f_hf.architectures import Architecture, architecture_of, config_values
+from d2f_hf.checkpoint_files import checked_headers, checked_path, find_file, read_json, weight_files
+from d2f_hf.mask_token import give_mask_row, named_mask_token, read_vocabulary
+from d2f_hf.modeling import D2FGenerationConfig
+from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
+from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
-
-# `model_type` in config.json: that of the original checkpoints (LLaDA and LLaDA-1.5; Dream, Dream-Coder and
-# DiffuCoder), and ours.
-_MODELS = {
-    "llada": (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion),
-    "d2f_llada": (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion),
-    "Dream": (D2FDreamConfig, D2FDreamForBlockDiffusion),
-    "d2f_dream": (D2FDreamConfig, D2FDreamForBlockDiffusion),
-}
-
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What decoding needs to know about the training of an adapter. Training saves it beside the adapter.
-_DECODING_SETTINGS = ("block_size", "mask_token_id", *_SPECIAL_TOKENS)
+    from peft import PeftModel
 
 # Options of `from_pretrained`: those about files, those that go on to it, and those that change nothing here.
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
@@ -69,16 +49,6 @@ _REFUSED_OPTIONS = {
     "state_dict": "the weights are read from `base`. Call `load_state_dict` on the model",
     "use_auth_token": "it is called `token` now",
 }
-# Initial values of LoRA for which peft changes the base, by data, by chance or by packages that may not be there.
-_UNREPEATABLE_INITS = ("corda", "loftq", "lora_ga", "pissa_niter")
-# Kinds of LoRA that do more than add to the weights of layers, by the field of adapter_config.json that asks for them.
-_REFUSED_LORA = {
-    "alora_invocation_tokens": "it is active from certain tokens on, which decoding does not look for",
-    "arrow_config": "it chooses among other adapters",
-    "layer_replication": "it gives the model more layers",
-    "megatron_config": "it is for the layers of Megatron",
-    "monteclora_config": "it draws its weights at random",
-}
 
 
 def load_d2f_model(
@@ -86,11 +56,12 @@ def load_d2f_model(
     adapter: str | PathLike | None = None,
     *,
     merge: bool = True,
+    mask_token: str | None = None,
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
     revision: str = "main",
     **kwargs,
-) -> "D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion | PeftModel":
+) -> "D2FForBlockDiffusion | PeftModel":
     """A D2F model from an original checkpoint, or from one of ours, with the D2F adapter that was trained for it.
 
     ```python
@@ -107,15 +78,24 @@ def load_d2f_model(
     bring it along, for others pass `block_size` if it is not 32. And the token that ends an answer, where it is not
     the one that ends a text: for LLaDA-Instruct pass as `eos_token_id` the ids of both, its EOS and `<|eot_id|>`.
 
+    An autoregressive checkpoint comes as it is, with `decoding="autoregressive"`, and with a mask token, so that it
+    can be trained as a diffusion model: the one that you name as `mask_token` or `mask_token_id`, else one that the
+    tokenizer files name, else a new one. A new one has the id that the tokenizer gives to its next token. If the
+    embedding has no row of that id, as it has in Qwen, one is appended. Its rows are the means of the others. Give it
+    to the tokenizer with [`add_mask_token`]`(model, tokenizer)`. Of generation_config.json only special tokens count.
+
     Args:
-        base (`str` or `os.PathLike`): Folder or Hub id of a LLaDA, LLaDA-1.5, Dream, Dream-Coder or DiffuCoder, or of
-            a D2F model (not of an adapter). Its weights must be safetensors files.
+        base (`str` or `os.PathLike`): Folder or Hub id of a LLaDA, LLaDA-1.5, Dream, Dream-Coder or DiffuCoder; of an
+            SDAR, TraDo or Fast-dLLM v2; of a Llama, SmolLM2, Mistral without sliding window, Qwen2, Qwen2.5 or Qwen3;
+            or of a D2F model (not of an adapter). Its weights must be safetensors files.
         adapter (`str` or `os.PathLike`, *optional*): Folder or Hub id of a LoRA adapter. Its
             `base_model_name_or_path` is ignored: it often names a folder of its authors' machine. Block size and
             special tokens are taken from its config.json or generation_config.json, if it has one. Needs peft.
         merge (`bool`): Add the adapter to the weights, in float32 and then rounded to `dtype`, which gives a plain
             model. `False` gives a `PeftModel`, whose adapter stays in float32. Where the head is tied to the
             embedding and the adapter is on either of them, both get weights of their own.
+        mask_token (`str`, *optional*): A token of the vocabulary that becomes the mask token, such as
+            `"<|reserved_special_token_0|>"` of Llama 3. Read from the tokenizer files; or pass `mask_token_id`.
         dtype (`str` or `torch.dtype`): Of the model that is returned; `"auto"`: what the configuration says.
             `torch_dtype` is another name for it.
         device_map (`str`, `dict` or `torch.device`, *optional*): As in `from_pretrained`. With an adapter nothing can
@@ -127,8 +107,8 @@ def load_d2f_model(
             except `revision` and `subfolder`.
 
     Returns:
-        The model in evaluation mode: [`D2FLLaDAForBlockDiffusion`] or [`D2FDreamForBlockDiffusion`], or with
-        `merge=False` a `PeftModel` of it.
+        The model in evaluation mode: a [`D2FLLaDAForBlockDiffusion`], [`D2FDreamForBlockDiffusion`] (Qwen2 too),
+        [`D2FLlamaForBlockDiffusion`] or [`D2FQwen3ForBlockDiffusion`]; with `merge=False` a `PeftModel` of it.
 
     Raises:
         ValueError: before any weight is loaded, for an option that is not known or cannot be heeded; if `base` is
@@ -137,8 +117,8 @@ def load_d2f_model(
         ImportError: for an adapter without peft.
         OSError: for a folder or Hub id that does not exist, or cannot be reached.
     """
-    base = _checked_path("base", base)
-    adapter = None if adapter is None else _checked_path("adapter", adapter)
+    base = checked_path("base", base)
+    adapter = None if adapter is None else checked_path("adapter", adapter)
     if adapter is not None and isinstance(device_map, dict) and "disk" in device_map.values():
         raise ValueError(
             "`device_map` must leave nothing on the disk with an `adapter`: peft would write into the checkpoint. "
@@ -153,16 +133,31 @@ def load_d2f_model(
     adapter_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
 
     # 1. The configurations.
-    trained_with = {} if adapter is None else _settings_beside_adapter(adapter, adapter_hub)
-    config, model_class, is_original, model_options = _read_config(base, hub, options, trained_with)
+    trained_with = {} if adapter is None else settings_beside_adapter(adapter, adapter_hub)
+    replaced = {*options, *trained_with}
+    config, architecture, is_original, new_mask_id, model_options = _read_config(
+        base, hub, options, trained_with, mask_token
+    )
+    model_class = architecture.model_class
     if model_options.get("generation_config") is None:
-        replaced = {*options, *trained_with}
-        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced)
+        said = architecture.generation if is_original else {}
+        # An adapter that training has put settings beside makes a diffusion model of an autoregressive one.
+        is_autoregressive = architecture.is_autoregressive and config.has_causal_mode and not trained_with
+        if is_autoregressive and "autoregressive" in DECODING_MODES:
+            said = {"decoding": "autoregressive"}
+        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
     if adapter is not None and merge and quantization_config is not None:
         raise ValueError(
             "`merge` must be False for a model with a `quantization_config`, but it is True: rounding the sum again "
             "loses most of the adapter. Or merge without quantization, save the model, and quantize that one."
+        )
+
+    if new_mask_id is not None and isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            "`device_map` must leave nothing on the disk for a model that gets a new mask token, because its "
+            "embedding is written to. Load it with device_map='cpu', save it, and load that one. Or name a token of "
+            "the vocabulary as `mask_token` or `mask_token_id`."
         )
 
     # 2. What is in the files.
@@ -178,9 +173,12 @@ def load_d2f_model(
     tied = dict(empty_model.all_tied_weights_keys)
     lora_folder, lora_config, must_untie = None, None, False
     if adapter is not None:
-        lora_folder, lora_config, must_untie = _checked_adapter(empty_model, adapter, adapter_hub, merge)
-    weights = _checked_headers(
-        _weight_files(base, hub, model_options.get("variant")),
+        if new_mask_id == config.vocab_size:  # the adapter is for a model that has the row already
+            with torch.device("meta"):
+                empty_model = model_class(_with_vocab_size(config, new_mask_id + 1))
+        lora_folder, lora_config, must_untie = checked_adapter(empty_model, adapter, adapter_hub, merge)
+    weights = checked_headers(
+        weight_files(base, hub, model_options.get("variant")),
         parameters,
         tied,
         way_out=f"`base` must be a whole {model_class.__name__}, and its config.json the one of these weights.",
@@ -200,6 +198,8 @@ def load_d2f_model(
         **hub,
         **model_options,
     )
+    if new_mask_id is not None:
+        give_mask_row(model, new_mask_id)
     # As in `from_pretrained`: what is as it was read can be saved, and is only warned about.
     model.generation_config._original_object_hash = hash(model.generation_config)
     if lora_config is None:
@@ -221,11 +221,11 @@ def load_d2f_model(
                 "or the embedding, and the two are tied. Load and merge with device_map='cpu', save the model, and "
                 "load that one."
             )
-        _untie(model)
+        untie(model)
     lora_config.base_model_name_or_path, lora_config.revision = str(base), revision
     adapted = PeftModel.from_pretrained(model, lora_folder, config=lora_config)
     if must_untie:  # only now, because peft ties its own weights where the configuration says so
-        _say_untied(model)
+        say_untied(model)
     if not merge:
         return adapted
     model = adapted.merge_and_unload()
@@ -233,17 +233,6 @@ def load_d2f_model(
         model = model.to(dtype)
         model.config.dtype = dtype
     return model
-
-
-def _checked_path(name: str, path: str | PathLike) -> str:
-    """A folder or Hub id, in which `~` is the user's home."""
-    if not isinstance(path, (str, PathLike)) or not str(path):
-        raise ValueError(f"`{name}` must be a folder or a Hub id, but it is {path!r}.")
-    expanded = os.path.expanduser(os.fspath(path))
-    if os.path.isfile(expanded):
-        folder = os.path.dirname(os.path.abspath(expanded))
-        raise ValueError(f"`{name}` must be a folder or a Hub id, but {path} is a file. Pass its folder, {folder}.")
-    return expanded
 
 
 def _checked_dtype(name: str, dtype: Any) -> torch.dtype | None:
@@ -280,50 +269,54 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in dropped}
 
 
-def _settings_beside_adapter(adapter: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """What config.json and generation_config.json in an adapter's folder say about decoding, if they are there."""
-    settings = {}
-    for name in ("generation_config.json", "config.json"):
-        file = _find(adapter, name, hub)
-        values = _read_json(file) if file is not None else {}
-        settings |= {name: values[name] for name in _DECODING_SETTINGS if values.get(name) is not None}
-    return settings
-
-
 def _read_config(
-    base: str, hub: dict[str, Any], options: dict[str, Any], trained_with: dict[str, Any]
-) -> tuple[PreTrainedConfig, type[PreTrainedModel], bool, dict[str, Any]]:
-    """Configuration, model class, whether the checkpoint is an original one, and the options for `from_pretrained`.
+    base: str,
+    hub: dict[str, Any],
+    options: dict[str, Any],
+    trained_with: dict[str, Any],
+    mask_token: str | None,
+) -> tuple[PreTrainedConfig, Architecture, bool, int | None, dict[str, Any]]:
+    """What config.json says, and what of `options` is for `from_pretrained`.
 
     `options` replace what an adapter was `trained_with`, which replaces what the checkpoint says.
+
+    Returns:
+        The configuration, the architecture, whether the checkpoint is an original one, the id of a mask token that
+        the model was not trained with, and the options for `from_pretrained`.
     """
-    if _find(base, "adapter_config.json", hub) is not None:  # from_pretrained would apply it unasked
+    if find_file(base, "adapter_config.json", hub) is not None:  # from_pretrained would apply it unasked
         raise ValueError(
             f"`base` must be a model alone, but {base} holds an adapter_config.json. Pass that folder or Hub id as "
             "`adapter`, and as `base` the model that the adapter was trained on."
         )
     file = f"{base}/config.json"
-    config_file = _find(base, "config.json", hub)
+    config_file = find_file(base, "config.json", hub)
     if config_file is not None:
-        _read_json(config_file)
+        read_json(config_file)
     values, _ = PreTrainedConfig.get_config_dict(base, **hub)
     model_type = values.get("model_type")
-    if model_type not in _MODELS:
+    architecture = architecture_of(model_type, file)
+    config_class, options = architecture.config_class, dict(options)
+    values = config_values(values, options, model_type, file)
+    if mask_token is not None and options.get("mask_token_id") is not None:
         raise ValueError(
-            f"`model_type` in {file} must be one of {', '.join(_MODELS)}, but it is {model_type!r}. Pass the folder "
-            "or Hub id of a LLaDA, Dream, Dream-Coder, DiffuCoder or D2F model; there is no code for others."
+            f"`mask_token` (got {mask_token!r}) and `mask_token_id` (got {options['mask_token_id']}) both say which "
+            "token is the mask. Give one of them."
         )
-    config_class, model_class = _MODELS[model_type]
-    for name in ("model_type", "architectures", "auto_map"):  # about the code that the checkpoint came with
-        values.pop(name, None)
     masks = values.get("mask_token_id"), trained_with.get("mask_token_id")
-    if "mask_token_id" not in options and None not in masks and masks[0] != masks[1]:
+    if mask_token is None and "mask_token_id" not in options and None not in masks and masks[0] != masks[1]:
         raise ValueError(
             f"`mask_token_id` must be the one that the adapter was trained with, {masks[1]}, but in {file} it is "
             f"{masks[0]}. Pass the `base` that the adapter was trained on, or `mask_token_id`."
         )
     # What `from_dict` knows no name for is an option of `from_pretrained`, or a mistake.
     replaced = {**{name: value for name, value in trained_with.items() if name not in options}, **options}
+    # The id behind the last one is that of a row which is not there yet.
+    new_mask_id, was_autoregressive = None, bool(values.get("has_causal_mode"))
+    is_behind = type(replaced.get("mask_token_id")) is int and replaced["mask_token_id"] == values.get("vocab_size")
+    if is_behind and was_autoregressive:
+        new_mask_id = replaced.pop("mask_token_id")
+        values.pop("mask_token_id", None)
     try:
         config, model_options = config_class.from_dict(values, return_unused_kwargs=True, **replaced)
         config.validate()  # the options too
@@ -335,219 +328,85 @@ def _read_config(
             f"`{unknown[0]}` must be a field of {config_class.__name__} or an option of `from_pretrained`, but it is "
             "neither. Correct the name or leave it out."
         )
-    if config.mask_token_id is None:
-        raise ValueError(
-            f"`mask_token_id` in {file} must be the id of the mask token, which stands for what is not decoded yet, "
-            "but there is none. If the vocabulary has such a token, pass `mask_token_id=tokenizer.mask_token_id` to "
-            "`load_d2f_model`; if not, add one to the tokenizer and resize the model's embeddings."
+    if new_mask_id is None:
+        is_trained_with = "mask_token_id" not in options and trained_with.get("mask_token_id") is not None
+        released_id = architecture.mask_token_id
+        new_mask_id = _choose_mask_token(
+            base, hub, config, released_id, mask_token, is_trained_with, may_be_new=was_autoregressive
         )
-    return config, model_class, model_type != config_class.model_type, model_options
+    return config, architecture, model_type != config_class.model_type, new_mask_id, model_options
+
+
+def _choose_mask_token(
+    base: str,
+    hub: dict[str, Any],
+    config: Any,
+    released_id: int | None,
+    mask_token: str | None,
+    is_trained_with: bool,
+    may_be_new: bool,
+) -> int | None:
+    """Sets `config.mask_token_id`, and returns it if it is one that the model was not trained with.
+
+    An id behind the last row is only returned.
+    """
+    if config.mask_token_id is not None and mask_token is None and not (may_be_new and is_trained_with):
+        return None
+    vocabulary = read_vocabulary(base, hub)
+    free_id = config.vocab_size if vocabulary is None else vocabulary.next_id
+    if mask_token is not None:
+        found = named_mask_token(mask_token, vocabulary, base)
+    elif config.mask_token_id is not None:  # an adapter was trained with it, on a row that was made as here
+        return config.mask_token_id if config.mask_token_id == free_id else None
+    else:
+        found = None if vocabulary is None else vocabulary.mask_token_id
+        if found is None and released_id is not None and released_id < config.vocab_size:
+            found = released_id
+    if found is not None:
+        if found >= config.vocab_size:
+            raise ValueError(
+                f"The mask token in the tokenizer files of {base} must have a row of the embedding, but it has the id "
+                f"{found}, and there are {config.vocab_size} rows. Pass another one as `mask_token_id`."
+            )
+        config.mask_token_id = found
+        return None
+    if not may_be_new:
+        raise ValueError(
+            f"`mask_token_id` in {base}/config.json must be the id of the mask token, which stands for what is not "
+            "decoded yet, but there is none, nor in the tokenizer files. If the vocabulary has such a token, pass "
+            "`mask_token_id=tokenizer.mask_token_id` to `load_d2f_model`; if not, add one to the tokenizer and resize "
+            "the model's embeddings."
+        )
+    if free_id > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer files of {base} must not have more tokens than the embedding has rows, but they have "
+            f"{free_id}, and there are {config.vocab_size} rows. Pass the token that stands for what is not decoded "
+            "yet as `mask_token_id`."
+        )
+    if free_id < config.vocab_size:
+        config.mask_token_id = free_id
+    return free_id
+
+
+def _with_vocab_size(config: PreTrainedConfig, vocab_size: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.vocab_size = vocab_size
+    return config
 
 
 def _read_generation_config(
-    base: str, hub: dict[str, Any], config: PreTrainedConfig, is_original: bool, options: Iterable[str]
+    base: str,
+    hub: dict[str, Any],
+    config: PreTrainedConfig,
+    is_original: bool,
+    options: Iterable[str],
+    said: dict[str, Any],
 ) -> D2FGenerationConfig:
-    """What generation_config.json says, if there is one; where it says nothing, the configuration and the paper."""
-    file = _find(base, "generation_config.json", hub)
-    saved = _read_json(file) if file is not None else {}
+    """What generation_config.json says, if there is one; else `said`, the configuration and the paper."""
+    file = find_file(base, "generation_config.json", hub)
+    saved = read_json(file) if file is not None else {}
     if is_original:  # the rest sets up a sampler that is not here, such as Dream's `alg` and `steps`
-        saved = {name: saved[name] for name in _SPECIAL_TOKENS if saved.get(name) is not None}
+        saved = {name: saved[name] for name in SPECIAL_TOKENS if saved.get(name) is not None}
     saved = {name: value for name, value in saved.items() if name not in options}
-    return D2FGenerationConfig.from_dict({**D2FGenerationConfig.from_model_config(config).to_dict(), **saved})
-
-
-def _weight_files(base: str, hub: dict[str, Any], variant: str | None) -> list[str]:
-    """The safetensors files of a checkpoint, downloaded if need be."""
-    one_file, index_file = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:  # model.fp16.safetensors, model.safetensors.index.fp16.json
-        one_file, index_file = (f".{variant}.".join(name.rpartition(".")[::2]) for name in (one_file, index_file))
-    file = _find(base, one_file, hub)
-    if file is not None:
-        return [file]
-    index = _find(base, index_file, hub)
-    if index is not None:
-        if not _read_json(index).get("weight_map"):
-            raise ValueError(f"`weight_map` in {index} must name the file of each weight, but it is missing or empty.")
-        return get_checkpoint_shard_files(base, index, **hub)[0]
-    if variant is not None:
-        raise ValueError(
-            f"`variant` (got {variant!r}) must name weights in {base}, but there is neither {one_file} nor "
-            f"{index_file}. Leave it out for {SAFE_WEIGHTS_NAME}."
-        )
-    raise ValueError(
-        f"The weights in {base} must be in {SAFE_WEIGHTS_NAME}, or in files named in {SAFE_WEIGHTS_INDEX_NAME}, but "
-        "there is neither. Files named .bin are not loaded, because they may hold code. Convert them once: "
-        '`safetensors.torch.save_file(torch.load("pytorch_model.bin", weights_only=True), "model.safetensors", '
-        'metadata={"format": "pt"})`.'
-    )
-
-
-def _checked_headers(
-    files: list[str],
-    expected: dict[str, torch.Tensor],
-    tied: dict[str, str],
-    way_out: str,
-    optional: dict[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The tensors in safetensors files, by name and on the meta device, if they are exactly the `expected` ones.
-
-    Args:
-        files (`list[str]`): Paths. Only their headers are read.
-        expected (`dict[str, torch.Tensor]`): What must be in them, by name; only shapes count.
-        tied (`dict[str, str]`): Pairs of names that share a tensor, so that either may be absent.
-        way_out (`str`): Ends the message of each error.
-        optional (`dict[str, torch.Tensor]`, *optional*): What may be in them besides.
-    """
-    allowed = {**(optional or {}), **expected}
-    found = {}
-    for file in files:
-        try:
-            header = load_state_dict(file, map_location="meta")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{file} must be a whole safetensors file, but it cannot be read: {error}. Download it again; after a "
-                "`git clone`, run `git lfs pull`."
-            ) from error
-        for name, weight in header.items():
-            if name not in allowed:
-                raise ValueError(f"{file} must hold nothing but the model's weights, but it has `{name}`. {way_out}")
-            if weight.shape != allowed[name].shape:
-                raise ValueError(
-                    f"`{name}` in {file} must have the shape {tuple(allowed[name].shape)}, but it has "
-                    f"{tuple(weight.shape)}. {way_out}"
-                )
-        found |= header
-    missing = [name for name in expected if name not in found]
-    for pair in tied.items():
-        if any(name in found for name in pair):
-            missing = [name for name in missing if name not in pair]
-    if missing:
-        raise ValueError(
-            f"{', '.join(files)} must hold all {len(expected)} weights, but {len(missing)} are missing, among them "
-            f"`{missing[0]}`. {way_out}"
-        )
-    return found
-
-
-def _checked_adapter(
-    empty_model: PreTrainedModel, adapter: str, hub: dict[str, Any], merge: bool
-) -> tuple[Path, "LoraConfig", bool]:
-    """The local folder of an adapter that fits the model, its configuration, and whether to untie head and embedding.
-
-    The model is used up: it is untied, gets the adapter's layers, and loses them again by merging.
-    """
-    try:
-        from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError as error:
-        raise ImportError('`adapter` needs peft: pip install "d2f-hf[train]"') from error
-
-    config_file, weights_file = (
-        _find(adapter, name, hub) for name in ("adapter_config.json", "adapter_model.safetensors")
-    )
-    if config_file is None or weights_file is None:
-        raise ValueError(
-            f"{adapter} must hold adapter_config.json and adapter_model.safetensors, but "
-            f"{'the first' if config_file is None else 'the second'} is missing. A whole model is passed as `base` "
-            "alone; an adapter_model.bin is converted by loading and saving it with peft."
-        )
-    values = _read_json(config_file)
-    if values.get("peft_type") != "LORA":
-        raise ValueError(
-            f"`peft_type` in {config_file} must be 'LORA', but it is {values.get('peft_type')!r}. Load another kind "
-            "of adapter with peft, on the model that `load_d2f_model` gives without `adapter`; one of virtual tokens "
-            "(prompt tuning, prefix tuning, p-tuning) cannot be decoded with."
-        )
-    for name, reason in _REFUSED_LORA.items():
-        if values.get(name):
-            raise ValueError(f"`{name}` in {config_file} is not supported, but it is {values[name]!r}: {reason}.")
-    folder = Path(config_file).parent
-    try:
-        lora_config = LoraConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{config_file} must be the configuration of a LoRA adapter: {error}") from error
-    if str(lora_config.init_lora_weights).startswith(_UNREPEATABLE_INITS):
-        raise ValueError(
-            f"`init_lora_weights` in {config_file} is {lora_config.init_lora_weights!r}, which changes the weights of "
-            "the base in a way that cannot be repeated. Save the adapter with peft's "
-            "`path_initial_model_for_weight_conversion`, which makes it one for the weights as they are."
-        )
-    way_out = f"Pass the `base` that the adapter was trained on; this one is a {type(empty_model).__name__}."
-
-    modules = [name for name, _ in empty_model.named_modules()]
-    targets = lora_config.target_modules or ()
-    if not isinstance(targets, (str, list, tuple, set)):
-        raise ValueError(f"`target_modules` in {config_file} must be a list or a pattern, but it is {targets!r}.")
-    targets = [] if isinstance(targets, str) else sorted(targets)
-    for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in modules):
-            raise ValueError(
-                f"`target_modules` in {config_file} must be modules of the model, but it has no {target!r}. {way_out}"
-            )
-    is_tied = bool(empty_model.all_tied_weights_keys)
-    if is_tied:
-        _untie(empty_model)
-    try:
-        adapted = PeftModel(empty_model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
-    except Exception as error:  # peft and re raise many kinds for values that make no sense
-        raise ValueError(f"{config_file} does not fit the model: {error} {way_out}") from error
-    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    # peft saves the base weights of embedding and head too, where the adapter is on them or when told to.
-    allowed = get_peft_model_state_dict(adapted, save_embedding_layers=True)
-    _checked_headers([weights_file], expected, tied={}, way_out=way_out, optional=allowed)
-    layers = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, BaseTunerLayer)]
-    biases = [
-        f"{name}.base_layer.bias"
-        for name, layer in layers
-        if getattr(layer.get_base_layer(), "bias", None) is not None
-    ]
-    if lora_config.bias == "lora_only" and not expected.keys() >= set(biases):
-        raise ValueError(
-            f"`bias` in {config_file} is 'lora_only', and peft before 0.21 neither saves nor loads these biases. Use "
-            "a newer peft, for saving too."
-        )
-    is_on_embeddings = any(
-        isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        for layer in (empty_model.get_input_embeddings(), empty_model.get_output_embeddings())
-    )
-    are_saved_as_one = bool(getattr(adapted.peft_config["default"], "modules_to_tie", None))  # ensure_weight_tying
-    if merge:
-        try:
-            adapted.merge_and_unload()
-        except Exception as error:
-            raise ValueError(
-                f"`merge` must be False for the adapter in {folder}, but it is True. It cannot be merged: {error}"
-            ) from error
-    return folder, lora_config, is_tied and is_on_embeddings and not are_saved_as_one
-
-
-def _untie(model: PreTrainedModel) -> None:
-    """Gives the head weights of its own, so that merging an adapter on head or embedding leaves the other one alone.
-
-    The configuration goes on to say that they are tied, see [`_say_untied`].
-    """
-    head: Any = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-
-
-def _say_untied(model: PreTrainedModel) -> None:
-    """Makes the model save and load both, embedding and head."""
-    model.config.tie_word_embeddings = False
-    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _find(folder_or_id: str | PathLike, name: str, hub: dict[str, Any]) -> str | None:
-    """The path of a file of a folder or Hub repository, downloaded if need be; `None` if it has no such file."""
-    return cached_file(folder_or_id, name, _raise_exceptions_for_missing_entries=False, **hub)
-
-
-def _read_json(file: str | PathLike) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} must be a JSON file, but it cannot be read: {error}. Download it again.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a JSON object, but it holds a {type(values).__name__}. Download it again.")
-    return values
+    known = D2FGenerationConfig.from_model_config(config).to_dict()
+    return D2FGenerationConfig.from_dict({**known, **said, **saved})
