@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.generation.streamers import BaseStreamer
 
+from d2f_hf import load_d2f_model
 from prompts import pad
 from sequence_models import BLOCK_MODELS, FAMILIES, block_model, official_runs
+from sequence_models import MASK as MASK_ID
 from sequence_reference import sequence_decode, sequence_logits
 from tiny_models import EOS, MASK, tiny_model
 
@@ -295,3 +297,15 @@ def test_options_that_do_not_go_together_are_refused(options, name):
         block_model("sdar").generate(torch.tensor([[1, 2]]), max_new_tokens=4, **options)
     with pytest.raises(ValueError, match=f"`{name}`"):
         block_model("sdar").open_stream(1, 4, max_new_tokens=4, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loader_gives_a_model_that_decodes_as_the_official_code(family):
+    """Blocks one after the other, and Fast-dLLM v2's first token alone, without a word from the caller."""
+    options = {"mask_token_id": MASK_ID} if family == "fastdllm_v2" else {}  # the original names none in its files
+    model = load_d2f_model(BLOCK_MODELS / f"{family}_tiny", **options).eval()
+    assert model.config.block_alignment == "sequence"
+    for run in official_runs(family)[::7]:
+        ids = torch.tensor([run.prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **run.options)
+        assert tuple(output[0, len(run.prompt) :].tolist()) == run.response
