@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 # The rules of `accept`, and which of its options each has besides `confidence_threshold`.
 ACCEPTANCE_RULES = {
-    "threshold": ("semi_activated_threshold",),
+    "threshold": ("semi_activated_threshold", "steps_per_block"),
+    "sequential": ("steps_per_block",),
     "entropy_bound": ("entropy_bound",),
     "credit": ("semi_activated_threshold", "credit_decay", "credit_strength"),
     "factor": ("confidence_factor",),
@@ -54,6 +55,7 @@ def accept(
     credit_decay: float = 0.7,
     credit_strength: float = 0.65,
     credit: Credit | None = None,
+    num_required: torch.LongTensor | None = None,
 ) -> tuple[torch.BoolTensor, Credit | None]:
     """Which masked tokens are accepted by `acceptance_rule`, and the credit for the next step.
 
@@ -64,7 +66,7 @@ def accept(
         ranking (`torch.FloatTensor` of shape `(B, N, K)`): What orders the tokens of a block if none is confident. For
             `"entropy_bound"` the negative entropy.
         is_fully_activated (`torch.BoolTensor` of shape `(B, N)`): Blocks that accept at least one token.
-        acceptance_rule (`str`): `"threshold"`, `"entropy_bound"`, `"credit"` or `"factor"`.
+        acceptance_rule (`str`): `"threshold"`, `"sequential"`, `"entropy_bound"`, `"credit"` or `"factor"`.
         confidence_threshold (`float`, or `torch.Tensor` of shape `(B, 1, 1)`): tau_conf, for `"threshold"` and
             `"credit"`.
         semi_activated_threshold (`float`, or `torch.Tensor` of shape `(B, 1, 1)`, *optional*): The same for blocks
@@ -73,10 +75,14 @@ def accept(
         confidence_factor (`float`): See [`factor_accepted_tokens`].
         credit_decay, credit_strength (`float`): See [`credited_probability`].
         credit (`Credit`, *optional*): What the step before returned; for `"credit"`.
+        num_required (`torch.LongTensor` of shape `(B, N)`, *optional*): How many tokens a fully activated block
+            accepts, for `"threshold"` at the least; one by default. See [`required_tokens`].
 
     Returns:
         `torch.BoolTensor` of shape `(B, N, K)`, and [`Credit`] with `"credit"`, else `None`.
     """
+    if acceptance_rule == "sequential":
+        return sequential_tokens(is_masked, is_fully_activated, 1 if num_required is None else num_required), None
     if acceptance_rule == "entropy_bound":
         return entropy_bounded_tokens(is_masked, ranking, is_fully_activated, entropy_bound), None
     if acceptance_rule == "factor":
@@ -92,6 +98,10 @@ def accept(
         confidence_threshold = torch.where(
             is_fully_activated[..., None], confidence_threshold, semi_activated_threshold
         )  # [B, N, 1]
+    if num_required is not None:
+        return at_least_tokens(
+            is_masked, probability, ranking, is_fully_activated, confidence_threshold, num_required
+        ), credit
     return accepted_tokens(is_masked, probability, ranking, is_fully_activated, confidence_threshold), credit
 
 
@@ -119,6 +129,88 @@ def accepted_tokens(
     must_accept = is_fully_activated & (is_masked.any(-1) > is_confident.any(-1))  # [B, N]
     best = ranking.where(is_masked, -torch.inf).argmax(-1, keepdim=True)
     return is_confident.scatter_add(-1, best, must_accept[..., None])  # of bools: or
+
+
+def required_tokens(num_steps: torch.LongTensor, block_size: int, steps_per_block: int) -> torch.LongTensor:
+    """How many tokens blocks accept in their next step so that `steps_per_block` steps decode a whole one.
+
+    SDAR's schedule (arXiv 2510.06303): K // S tokens in each of S steps, and one more in the first K % S of them.
+
+    Args:
+        num_steps (`torch.LongTensor` of shape `(B, N)`): Steps that each block has had.
+        block_size (`int`): K.
+        steps_per_block (`int`): S, from 1 to K.
+    """
+    return block_size // steps_per_block + (num_steps < block_size % steps_per_block).long()
+
+
+def at_least_tokens(
+    is_masked: torch.BoolTensor,
+    probability: torch.FloatTensor,
+    ranking: torch.FloatTensor,
+    is_fully_activated: torch.BoolTensor,
+    confidence_threshold: float | torch.Tensor,
+    num_required: torch.LongTensor,
+) -> torch.BoolTensor:
+    """Which masked tokens are accepted if a full block accepts several: the confident ones, else the best so many too.
+
+    SDAR's `low_confidence_dynamic`; its `low_confidence_static` is the same with a threshold of 1, which no
+    probability is above. With `num_required` 1 it is [`accepted_tokens`].
+
+    Args:
+        is_masked, probability, ranking, is_fully_activated, confidence_threshold: See [`accepted_tokens`]. Of tokens
+            with an equal ranking the earlier one comes first.
+        num_required (`torch.LongTensor` of shape `(B, N)`): See [`required_tokens`]. A block with fewer masked tokens
+            accepts all of them.
+
+    Returns:
+        `torch.BoolTensor` of shape `(B, N, K)`.
+    """
+    is_confident = is_masked & (probability > confidence_threshold)
+    must_accept = is_fully_activated & (is_confident.sum(-1) < num_required)  # [B, N]
+    order = ranking.masked_fill(~is_masked, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(dim=-1)
+    is_best = is_masked & (rank < num_required[..., None])
+    return is_confident | (is_best & must_accept[..., None])
+
+
+def sequential_tokens(
+    is_masked: torch.BoolTensor, is_fully_activated: torch.BoolTensor, num_required: int | torch.LongTensor
+) -> torch.BoolTensor:
+    """The first `num_required` masked tokens of each fully activated block, whatever their probability (SDAR).
+
+    Args:
+        is_masked (`torch.BoolTensor` of shape `(B, N, K)`): Tokens that have a prediction.
+        is_fully_activated (`torch.BoolTensor` of shape `(B, N)`): Blocks that accept. Others accept nothing.
+        num_required (`int`, or `torch.LongTensor` of shape `(B, N)`): See [`required_tokens`].
+    """
+    required = num_required[..., None] if isinstance(num_required, torch.Tensor) else num_required
+    return is_masked & (is_masked.cumsum(-1) <= required) & is_fully_activated[..., None]
+
+
+def first_unfinished_sub_blocks(is_masked: torch.BoolTensor, sub_block_size: int) -> torch.BoolTensor:
+    """Of the masked tokens `(B, N, K)`, those in the first sub-block of each block that has any (Fast-dLLM v2).
+
+    Sub-blocks of `sub_block_size` tokens are counted from the start of the block.
+    """
+    sub_block = torch.arange(is_masked.shape[-1], device=is_masked.device) // sub_block_size  # [K]
+    first = sub_block.where(is_masked, is_masked.shape[-1]).amin(-1, keepdim=True)
+    return is_masked & (sub_block == first)
+
+
+def first_tokens_alone(is_masked: torch.BoolTensor, is_meant: torch.BoolTensor) -> torch.BoolTensor:
+    """Of the masked tokens `(B, N, K)`, only the first one of a block where it is masked (Fast-dLLM v2).
+
+    There the first token of a block is predicted together with the last step of the block before it, and read by all
+    others.
+
+    Args:
+        is_masked (`torch.BoolTensor` of shape `(B, N, K)`): Tokens that have a prediction.
+        is_meant (`torch.BoolTensor` of shape `(B,)`): Rows that decode one block after the other. Of others all tokens
+            stay.
+    """
+    is_first = torch.arange(is_masked.shape[-1], device=is_masked.device) == 0
+    return is_masked & (is_first | ~(is_masked[..., :1] & is_meant[:, None, None]))
 
 
 def entropy_bounded_tokens(

@@ -167,7 +167,9 @@ def _allowed(
     if prompt_lengths is not None:
         block_size = config.block_size if block_size is None else block_size
         key_positions = slot if is_token is None else positions_without_padding(is_token)
-        return block_causal_mask(position_ids, prompt_lengths, block_size, key_positions, is_token)
+        return block_causal_mask(
+            position_ids, prompt_lengths, block_size, key_positions, is_token, config.block_alignment
+        )
     return None if is_token is None else is_token[:, None, None, :]
 
 

@@ -175,6 +175,15 @@ def _check_attention_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
         )
 
 
+def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
+    """Refuses a `decoding` that the model cannot do."""
+    if model.config.block_alignment == "sequence" and config.decoding in ("vanilla", "fast_dllm"):
+        raise ValueError(
+            f"`decoding` must not be {config.decoding!r} for a model with block_alignment='sequence': it lets every "
+            "token see every other one, and this model reads block by block from the start. Take decoding='d2f'."
+        )
+
+
 def check_limits(model: Any, config: D2FGenerationConfig, longest_prompt: int, prompt_width: int) -> None:
     """Refuses special tokens and lengths that the model cannot have. `prompt_width` is with padding."""
     mask_token_id, size = model.config.mask_token_id, num_embeddings(model)

@@ -78,6 +78,15 @@ class D2FGenerationConfig(GenerationConfig):
         max_active_blocks (`int`, *optional*): At most so many blocks of a row that are not decoded are open at a
             time. No cap by default. Later blocks are invisible to earlier ones, so it changes when, not what, blocks
             predict.
+        sub_block_size (`int`, *optional*): For `decoding="d2f"`: a block accepts tokens in its first sub-block of so
+            many tokens that is not decoded, and in no other (Fast-dLLM v2). Divides `block_size`.
+        first_token_alone (`bool`, *optional*): For `decoding="d2f"`: a block whose first token is masked accepts
+            nothing but that token, whatever its probability (Fast-dLLM v2, whose models say so). It is off where
+            several blocks are in flight (`block_add_threshold` below 1).
+        steps_per_block (`int`, *optional*): For `decoding="d2f"` with `acceptance_rule="threshold"`: a fully activated
+            block accepts `block_size / steps_per_block` tokens per step at the least, one more in its first steps
+            where that is no integer. With `confidence_threshold=1.0` it accepts exactly so many. With `"sequential"`
+            it accepts the first so many. One token by default (SDAR's `denoising_steps`).
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
@@ -102,7 +111,8 @@ class D2FGenerationConfig(GenerationConfig):
 
     Args:
         acceptance_rule (`str`, *optional*): For `decoding="d2f"`: what a step accepts. `"threshold"` (default), what
-            is above `confidence_threshold`, as in the paper; `"credit"`, the same where a token's probability is
+            is above `confidence_threshold`, as in the paper; `"sequential"`, the first tokens of each fully activated
+            block, whatever their probability (SDAR); `"credit"`, as `"threshold"` where a token's probability is
             raised by what it earned as the prediction of earlier steps (CreditDecoding); `"factor"`, the more at once,
             the surer all must be (Fast-dLLM's factor rule); `"entropy_bound"`, the surest ones, as far as their
             entropy allows (EB-Sampler). By each of them a fully activated block accepts at least one token.
@@ -141,6 +151,8 @@ class D2FGenerationConfig(GenerationConfig):
     ]
     token_ranking: Annotated[str | None, Option(one_of(*TOKEN_RANKINGS), default="probability")]
     max_active_blocks: Annotated[int | None, Option(integer_from(1), _ONE_BLOCK_AT_A_TIME)]
+    sub_block_size: Annotated[int | None, Option(integer_from(1), _of_d2f("it accepts by a rule of its own"))]
+    first_token_alone: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it accepts by a rule of its own"))]
     output_trace: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it has no windows to tell of"), False)]
     steps: Annotated[
         int | None,
@@ -174,6 +186,7 @@ class D2FGenerationConfig(GenerationConfig):
     acceptance_rule: Annotated[
         str | None, Option(one_of(*ACCEPTANCE_RULES), _of_d2f("it accepts by a rule of its own"))
     ]
+    steps_per_block: Annotated[int | None, Option(integer_from(1), _OF_A_RULE)]
     semi_activated_threshold: Annotated[float | None, Option(SHARE, _OF_A_RULE)]
     credit_decay: Annotated[float | None, Option(SHARE, _OF_A_RULE)]
     credit_strength: Annotated[float | None, Option(AMOUNT, _OF_A_RULE)]
@@ -248,7 +261,7 @@ class D2FGenerationConfig(GenerationConfig):
             if value is not None and value is not False and name in OPTIONS:
                 self.refuse_what_is_not_used(name, value)
         threshold = keywords.get("confidence_threshold")
-        if threshold is not None and self.acceptance_rule in ("entropy_bound", "factor"):
+        if threshold is not None and self.acceptance_rule in ("entropy_bound", "factor", "sequential"):
             raise ValueError(
                 f"`confidence_threshold` (got {threshold!r}) is not used by acceptance_rule={self.acceptance_rule!r}, "
                 "which has a parameter of its own. Leave one of them out."
@@ -257,6 +270,19 @@ class D2FGenerationConfig(GenerationConfig):
             raise ValueError(
                 f"`confidence_threshold` (got {threshold!r}) is not used with `steps` (got {self.steps}), which fix "
                 "how many tokens each step accepts. Leave one of them out."
+            )
+
+    def check_block_size(self) -> None:
+        """Refuses options that do not go with `block_size`, once that is known."""
+        if self.steps_per_block is not None and self.steps_per_block > self.block_size:
+            raise ValueError(
+                f"`steps_per_block` must be at most `block_size`, but they are {self.steps_per_block} and "
+                f"{self.block_size}: each step accepts a token. Leave it out for one token per step at the least."
+            )
+        if self.sub_block_size is not None and self.block_size % self.sub_block_size:
+            raise ValueError(
+                f"`sub_block_size` must divide `block_size`, but they are {self.sub_block_size} and "
+                f"{self.block_size}. Leave it out for blocks without parts."
             )
 
     def acceptance_options(self) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .block_grid import num_further_tokens
 from .decoding_loop import DecodingLoop, run_to_the_end
 from .fast_dllm_decoding import FastDLLMDecoder
 from .generate_arguments import (
     as_plain_config,
+    check_decoding,
     check_generation_config,
     check_guests,
     check_limits,
@@ -154,6 +156,8 @@ class D2FGenerationMixin(GenerationMixin):
         config.with_defaults().refuse_keywords(kwargs)
         if config.block_size is None:
             config.block_size = self.config.block_size
+        config.check_block_size()
+        check_decoding(self, config)
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
@@ -382,6 +386,7 @@ class D2FGenerationMixin(GenerationMixin):
             stopping_criteria=stopping_criteria,
             streamer=streamer,
             pad_token_id=None if pad_token_id is None else int(pad_token_id),
+            num_further_tokens=num_further_tokens(generation_config.block_size, self.config.block_alignment),
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
         )
 

@@ -34,8 +34,8 @@ class LookAheadDecoder(PipelinedDecoder):
         self.tokens = torch.zeros(1, dtype=torch.long, device="cpu")
         self.probability = torch.zeros(1, dtype=torch.float, device="cpu")
         self.values: dict[str, torch.FloatTensor] = {}  # `(M, V)`: those that are kept
-        shape = (len(self.response.sequences), self.response.max_new_tokens)
-        self.prediction_index = torch.full(shape, -1, device="cpu")  # [B, R]
+        shape = (len(self.response.sequences), len(self.position))
+        self.prediction_index = torch.full(shape, -1, device="cpu")
         # What each branch tries besides the accepted tokens `(A, n, R')`, and what the one that goes on did `(A, R')`.
         self.tried = torch.zeros(0, 1, 0, dtype=torch.bool, device="cpu")
         self.tried_by_winner = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
@@ -66,7 +66,8 @@ class LookAheadDecoder(PipelinedDecoder):
         rows = torch.arange(num_rows * num_branches, device="cpu")
         start, end = start.repeat_interleave(num_branches), end.repeat_interleave(num_branches)
         row, index = self._of_all_branches(row, index)
-        logits = self.feed(branches.sequences, rows, branches.prompt_lengths, start, end, row, index)
+        starts = self.grid.starts.repeat_interleave(num_branches)
+        logits = self.feed(branches.sequences, rows, starts, start, end, row, index)
         return logits.unflatten(0, (num_branches, -1)).transpose(0, 1)
 
     def _predict(
@@ -76,7 +77,8 @@ class LookAheadDecoder(PipelinedDecoder):
         num_rows, num_branches, length = self.tried.shape
         logits = logits.transpose(0, 1).flatten(0, 1)  # [n * M, V]
         branch_row, branch_index = self._of_all_branches(row, index)
-        tokens, probability, ranking, scores = self.sampler(logits, branch_row, branch_index, self._branches())
+        index_in_response = self.index_in_response(row, index).repeat(num_branches)
+        tokens, probability, ranking, scores = self.sampler(logits, branch_row, index_in_response, self._branches())
 
         is_masked, probability_of_branches = (
             scatter_rows(values, branch_row, branch_index, (num_rows * num_branches, length)).view(self.tried.shape)
@@ -124,8 +126,9 @@ class LookAheadDecoder(PipelinedDecoder):
         response_row = self.live.repeat_interleave(self.tried.shape[1])
         branches = self.response.of_rows(response_row)
         row, index = self.tried.flatten(0, 1).nonzero(as_tuple=True)
+        starts = self.grid.starts.repeat_interleave(self.tried.shape[1])
         tokens = self.tokens[self.prediction_index[response_row[row], index]]
-        branches.sequences[row, branches.prompt_lengths[row] + index] = tokens
+        branches.sequences[row, starts[row] + index] = tokens
         return branches
 
     def _split_shared_rows(self, row: torch.LongTensor, index: torch.LongTensor, logits: torch.Tensor):

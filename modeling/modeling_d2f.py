@@ -334,7 +334,9 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             cache (`Cache`, *optional*): Keys and values of earlier tokens; rows are stored without holes.
             inputs_embeds (`torch.FloatTensor` of shape `(B, L, hidden_size)`, *optional*): Instead of `input_ids`.
             prompt_lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prompt tokens of each row, padding left
-                out. Makes the pass block-causal: the prompt is block 0, blocks of `block_size` tokens follow it.
+                out. Makes the pass block-causal: the prompt is block 0, blocks of `block_size` tokens follow it. With
+                `config.block_alignment="sequence"` it makes the pass block-causal too, but blocks are counted from the
+                first token of the row, so the lengths themselves change nothing.
             block_size (`int`, *optional*): Tokens per response block; `config.block_size` by default.
             labels (`torch.LongTensor` of shape `(B, L)`, *optional*): The true tokens at the positions that the loss
                 is about (the masked ones), -100 elsewhere.

@@ -5,14 +5,15 @@ be committed follow from it in each step. All of that is done on the host with s
 the window and gives back, in one transfer, what was predicted for the masked tokens.
 """
 
-# B rows of the response, A live rows, R' response tokens that are looked at, N blocks of them, K block size, V
-# vocabulary, M tokens of the window that have logits, over all live rows
+# B rows of the response, A live rows, R' tokens from the first block on that are looked at, N blocks of them, K block
+# size, V vocabulary, M tokens of the window that have logits, over all live rows
 
 from collections.abc import Iterator
 
 import torch
 
-from .acceptance_rules import Credit, accept, tokens_to_remask
+from .acceptance_rules import tokens_to_remask
+from .block_grid import block_grid
 from .decoding_loop import BlockDiffusionModel
 from .decoding_rules import (
     as_blocks,
@@ -22,11 +23,11 @@ from .decoding_rules import (
     first_index,
     fully_activated,
     opened_blocks,
-    scatter_where,
 )
 from .generation_config_d2f import D2FGenerationConfig
 from .response import Response
 from .sampler import Prediction, Sampler
+from .token_acceptance import TokenAcceptance
 from .window_forward import WindowForward
 
 # Options whose values may differ from row to row.
@@ -72,16 +73,18 @@ class PipelinedDecoder:
         self.sampler = sampler
         self.generation_config = generation_config
         self.use_cache = use_cache
-        # A longer block would only add padding.
-        self.block_size = min(generation_config.block_size, response.max_new_tokens)
-        self.acceptance_options = generation_config.acceptance_options()
+        self.block_size, self.block_alignment = generation_config.block_size, model.config.block_alignment
+        if self.block_alignment == "prompt":  # a longer block would only add padding
+            self.block_size = min(self.block_size, response.max_new_tokens)
+        num_slots = response.max_new_tokens + response.num_further_tokens
+        self.position = torch.arange(num_slots, device="cpu")  # counted from the first block
+        self.acceptance = TokenAcceptance(generation_config, self.block_size, -(-num_slots // self.block_size))
         # Options that each row of the response may have its own value of, `(B,)` each. No value: no tensor.
         self.row_options = {
             name: torch.full((len(response.sequences),), value, device="cpu")
             for name in ROW_OPTIONS
             if (value := getattr(generation_config, name)) is not None
         }
-        self.credit: Credit | None = None  # of acceptance_rule="credit", `(A, N, K)`
         num_rows, num_slots = response.sequences.shape
         self.feed = WindowForward(model, self.block_size, num_slots, response.device)
         if generation_config.compile_config is not None or (
@@ -98,9 +101,7 @@ class PipelinedDecoder:
         # `num_copies`: rows that this one stands for until its first forward, itself included; `joined_at_step`: the
         # number of steps before its first one.
         self.live = torch.zeros(0, dtype=torch.long, device="cpu")
-        self.prompt_lengths, self.limits, self.num_blocks = (self.live,) * 3
         self.num_opened, self.num_committed, self.num_copies, self.joined_at_step = (self.live,) * 4
-        self.position = torch.arange(response.max_new_tokens, device="cpu")  # in the response
 
     @property
     def cache(self):
@@ -151,8 +152,7 @@ class PipelinedDecoder:
 
     def _keep_rows(self, kept: torch.LongTensor, new: torch.LongTensor, num_copies: torch.LongTensor) -> None:
         """Keeps the live rows `kept`, in that order, and adds the rows `new` of the response behind them."""
-        if self.credit is not None:
-            self.credit = self.credit.select(kept, len(new))
+        self.acceptance.keep_rows(kept, len(new))
         self.live, self.num_opened, self.num_committed, self.num_copies, self.joined_at_step = (
             values.index_select(0, kept)
             for values in (self.live, self.num_opened, self.num_committed, self.num_copies, self.joined_at_step)
@@ -169,21 +169,15 @@ class PipelinedDecoder:
     def _look_up(self) -> None:
         """What the live rows have for as long as they are live."""
         response, block_size = self.response, self.block_size
-        self.prompt_lengths, self.limits = (
-            values.index_select(0, self.live) for values in (response.prompt_lengths, response.limits)
-        )
-        self.num_blocks = (self.limits + (block_size - 1)) // block_size
-        self.sizes = block_sizes(self.limits, block_size, -(-response.max_new_tokens // block_size))
-        # Where their response tokens are among those of all rows, `(A, R)`.
-        first = self.live * response.sequences.shape[1] + self.prompt_lengths
+        lengths = (values.index_select(0, self.live) for values in (response.prompt_lengths, response.limits))
+        self.grid = block_grid(*lengths, block_size, self.block_alignment)
+        self.num_blocks = (self.grid.ends + (block_size - 1)) // block_size
+        self.sizes = block_sizes(self.grid.ends, block_size, -(-len(self.position) // block_size))
+        # Where their tokens from the first block on are among those of all rows.
+        first = self.live * response.sequences.shape[1] + self.grid.starts
         self.slots = first[:, None] + self.position
-        options = {name: values.index_select(0, self.live) for name, values in self.row_options.items()}
-        self.live_options = options
-        self.block_activation_threshold = options["block_activation_threshold"][:, None]
-        self.row_acceptance_options = self.acceptance_options
-        if "confidence_threshold" in self.acceptance_options:
-            threshold = options["confidence_threshold"][:, None, None]
-            self.row_acceptance_options = {**self.acceptance_options, "confidence_threshold": threshold}
+        self.live_options = {name: values.index_select(0, self.live) for name, values in self.row_options.items()}
+        self.block_activation_threshold = self.live_options["block_activation_threshold"][:, None]
 
     def step(self) -> None:
         """One forward for all live rows, and what follows from it.
@@ -212,20 +206,20 @@ class PipelinedDecoder:
             options.get("max_active_blocks"),
         )
         is_fully_activated = fully_activated(ratio, self.block_activation_threshold)
-        opened_length = torch.minimum(self.num_opened * block_size, self.limits)  # in tokens of the response
+        opened_length = torch.minimum(self.num_opened * block_size, self.grid.ends)  # in tokens
         final = final_length(self.first_masked, opened_length, block_size)
 
         # 2. The window.
-        start, end = self.num_committed, self.prompt_lengths + opened_length
+        start, end = self.num_committed, self.grid.starts + opened_length
         has_prediction = is_masked & (self.position[:length] < opened_length[:, None])  # [A, R']
         has_logits = has_prediction
         if config.remask_threshold:
             has_logits = has_prediction | self._may_be_remasked(final, opened_length)
-        row, index = has_logits.nonzero(as_tuple=True)  # of the live rows, and in the response
+        row, index = has_logits.nonzero(as_tuple=True)  # of the live rows, and from their first block
 
         # 3. Forward.
         if self.use_cache:
-            self.num_committed = self.prompt_lengths + final
+            self.num_committed = self.grid.starts + final
         logits = self._forward(start, end, row, index)  # [M, V]
         self.num_steps += 1
         if self.has_copies:
@@ -240,11 +234,14 @@ class PipelinedDecoder:
         accepted = self._accept(has_prediction, has_logits, prediction, is_fully_activated)[row, index]
         if self.trace is not None:
             self._record(start, end, row, index, prediction.tokens, accepted)
-        response.accept(accepted, response_row, index, prediction.tokens, scores=prediction.scores, logits=logits)
+        told_index = self.index_in_response(row, index)
+        response.accept(accepted, response_row, told_index, prediction.tokens, scores=prediction.scores, logits=logits)
         if config.remask_threshold:
             self._remask(~has_prediction[row, index], row, index, response_row, prediction.probability)
         if response.has_listeners:
-            response.publish(end - self.prompt_lengths, block_size if config.remask_threshold else 1, self.live)
+            shown = torch.minimum(end - self.grid.starts, self.grid.limits) - self.grid.offsets
+            offsets = response.prompt_lengths % block_size if self.block_alignment == "sequence" else 0
+            response.publish(shown, block_size if config.remask_threshold else 1, self.live, offsets)
 
         # 5. Who is left.
         self._refresh()
@@ -262,25 +259,33 @@ class PipelinedDecoder:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Sees which response tokens of the live rows are masked, `(A, R')`, the first of them, and the first EOS.
+        """Sees which tokens of the live rows are masked, `(A, R')`, the first of them, and the first EOS.
 
-        Where there is none, that is the limit. R' covers all blocks that can be open in the next step.
+        Prompt tokens of the first block are text, whatever they are, and what is behind the limit ends nothing. Where
+        there is none, that is the limit. R' covers all blocks that can be open in the next step.
         """
         if len(self.live) == 0:
             return
-        response = self.response
-        length = min((max(self.num_opened.tolist()) + 1) * self.block_size, response.max_new_tokens)
-        position, limits = self.position[:length], self.limits[:, None]
+        response, grid = self.response, self.grid
+        length = min((max(self.num_opened.tolist()) + 1) * self.block_size, len(self.position))
+        position = self.position[:length]
         tokens = response.sequences.take(self.slots[:, :length])
-        self.is_masked = tokens == response.mask_token_id
-        self.first_masked = torch.where(self.is_masked, position, limits).amin(-1)
-        self.first_eos = torch.where(response.is_eos(tokens, self.live), position, limits).amin(-1)
+        self.is_masked, is_eos = tokens == response.mask_token_id, response.is_eos(tokens, self.live)
+        if self.block_alignment == "sequence":
+            is_response = position >= grid.offsets[:, None]
+            self.is_masked, is_eos = self.is_masked & is_response, is_eos & is_response
+        self.first_masked = torch.where(self.is_masked, position, grid.ends[:, None]).amin(-1)
+        self.first_eos = torch.where(is_eos, position, grid.ends[:, None]).amin(-1).minimum(grid.limits)
 
     def _forward(
         self, start: torch.LongTensor, end: torch.LongTensor, row: torch.LongTensor, index: torch.LongTensor
     ) -> torch.Tensor:
         """Feeds the live rows from `start` to `end`, `(A,)` each: logits `(M, V)` of the tokens `(row, index)`."""
-        return self.feed(self.response.sequences, self.live, self.prompt_lengths, start, end, row, index)
+        return self.feed(self.response.sequences, self.live, self.grid.starts, start, end, row, index)
+
+    def index_in_response(self, row: torch.LongTensor, index: torch.LongTensor) -> torch.LongTensor:
+        """Where tokens of the live rows `row` that are at `index` from the first block on are in the response."""
+        return index - self.grid.offsets.index_select(0, row)
 
     def _predict(
         self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor, response_row: torch.LongTensor
@@ -289,7 +294,7 @@ class PipelinedDecoder:
 
         `response_row` `(M,)` is `row` counted in the response.
         """
-        return logits, self.sampler(logits, response_row, index, self.response)
+        return logits, self.sampler(logits, response_row, self.index_in_response(row, index), self.response)
 
     def _accept(
         self,
@@ -302,29 +307,12 @@ class PipelinedDecoder:
 
         `prediction` is about the tokens that `has_logits` `(A, R')`.
         """
-        block_size = self.block_size
         if self.sampler.left_to_right:  # a token waits for those before it
             is_next = self.position[: has_prediction.shape[1]] == first_index(has_prediction)[:, None]
             if "left_to_right" in self.live_options:
                 is_next |= ~self.live_options["left_to_right"][:, None]
             has_prediction = has_prediction & is_next
-        probability = as_blocks(scatter_where(prediction.probability, has_logits), block_size)  # [A, N, K]
-        ranking = probability
-        if prediction.ranking is not prediction.probability:
-            ranking = as_blocks(scatter_where(prediction.ranking, has_logits), block_size)
-        tokens = None
-        if self.generation_config.acceptance_rule == "credit":
-            tokens = as_blocks(scatter_where(prediction.tokens, has_logits), block_size)
-        accepted, self.credit = accept(
-            as_blocks(has_prediction, block_size),
-            tokens,
-            probability,
-            ranking,
-            is_fully_activated,
-            credit=self.credit,
-            **self.row_acceptance_options,
-        )
-        return accepted.flatten(1)
+        return self.acceptance(has_prediction, has_logits, prediction, is_fully_activated, self.live_options)
 
     def _may_be_remasked(self, final: torch.LongTensor, opened_length: torch.LongTensor) -> torch.BoolTensor:
         """The decoded tokens, `(A, R')`, of open blocks behind the `final` tokens `(A,)`, up to an EOS and without it.
@@ -333,7 +321,8 @@ class PipelinedDecoder:
         """
         position = self.position[: self.is_masked.shape[1]]
         end = torch.minimum(opened_length, self.first_eos)
-        return ~self.is_masked & (position >= final[:, None]) & (position < end[:, None])
+        start = torch.maximum(final, self.grid.offsets)
+        return ~self.is_masked & (position >= start[:, None]) & (position < end[:, None])
 
     def _remask(
         self,
@@ -344,12 +333,13 @@ class PipelinedDecoder:
         probability: torch.FloatTensor,
     ) -> None:
         """Takes back, of the decoded tokens that `may_be_masked` `(M,)`, those with too low a `probability`."""
-        was_remasked = self.response.was_remasked[response_row, index]
+        told_index = self.index_in_response(row, index)
+        was_remasked = self.response.was_remasked[response_row, told_index]
         remasked = tokens_to_remask(may_be_masked, probability, was_remasked, self.generation_config.remask_threshold)
-        self.response.remask(response_row[remasked], index[remasked])
+        self.response.remask(response_row[remasked], told_index[remasked])
         if self.trace is not None:
             for a, b in enumerate(self.live.tolist()):
-                self.trace[b][-1]["remasked"] = (self.prompt_lengths[a] + index[remasked & (row == a)]).tolist()
+                self.trace[b][-1]["remasked"] = (self.grid.starts[a] + index[remasked & (row == a)]).tolist()
 
     def _move_rows(self, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
         """Gives the live rows `targets` what the cache has of the live rows `sources`."""
@@ -392,7 +382,7 @@ class PipelinedDecoder:
         """Rows that have everything decoded up to their first EOS, their limit, or where they were stopped, leave."""
         end = self.first_eos
         if self.response.has_listeners:
-            end = torch.minimum(end, self.response.stopped_at[self.live])
+            end = torch.minimum(end, self.response.stopped_at[self.live] + self.grid.offsets)
         self._leave(self.first_masked >= end)
 
     def remove_rows(self, rows: torch.LongTensor) -> None:
@@ -427,7 +417,7 @@ class PipelinedDecoder:
         accepted: torch.BoolTensor,
     ) -> None:
         """Appends this forward to the trace of each live row."""
-        position = self.prompt_lengths[row] + index
+        position = self.grid.starts[row] + index
         for a, b in enumerate(self.live.tolist()):
             chosen = (row == a) & accepted
             self.trace[b].append(

@@ -70,6 +70,8 @@ class Response:
             anywhere, for criteria and logits processors. `prompts` by default.
         pad_token_id (`int`, *optional*): Fills up rows that criteria and logits processors see. By default the first
             EOS token, or 0.
+        num_further_tokens (`int`): Masked tokens behind the limit of each row, for its last block. Nobody is told of
+            them.
 
     Attributes:
         source_rows (`torch.LongTensor` of shape `(B,)`): Which row each row is; in a copy of `of_rows`, was.
@@ -92,6 +94,7 @@ class Response:
         keep: tuple[str, ...] = (),
         input_ids: torch.LongTensor | None = None,
         pad_token_id: int | None = None,
+        num_further_tokens: int = 0,
     ):
         self.device = prompts.device  # of the model's input, and of what streamers, criteria and callers get
         prompts, prompt_lengths = prompts.cpu(), prompt_lengths.cpu()
@@ -100,12 +103,14 @@ class Response:
         self.max_new_tokens = max_new_tokens
         self.mask_token_id = mask_token_id
         self.limits = torch.full_like(prompt_lengths, max_new_tokens)  # of each row, R or less
-        self.sequences = F.pad(prompts, (0, max_new_tokens), value=mask_token_id)
-        response_slots = prompt_lengths[:, None] + torch.arange(max_new_tokens, device="cpu")
+        self.num_further_tokens = num_further_tokens
+        num_slots = max_new_tokens + num_further_tokens
+        self.sequences = F.pad(prompts, (0, num_slots), value=mask_token_id)
+        response_slots = prompt_lengths[:, None] + torch.arange(num_slots, device="cpu")
         self.sequences.scatter_(1, response_slots, mask_token_id)
         self.stopped_at = self.limits.clone()
         self.has_stopped = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
-        self.was_remasked = torch.zeros(num_rows, max_new_tokens, dtype=torch.bool, device="cpu")
+        self.was_remasked = torch.zeros(num_rows, num_slots, dtype=torch.bool, device="cpu")
         self.kept: dict[str, torch.FloatTensor | None] = dict.fromkeys(keep)  # [B, R, V] each, once there is one
         self.published = [0] * num_rows  # tokens that criteria and streamer know
         # What each row may have of its own, with the defaults.
@@ -159,7 +164,7 @@ class Response:
             prompt = prompt.cpu()
             self.sequences[row] = NO_TOKEN
             self.sequences[row, : len(prompt)] = prompt
-            self.sequences[row, len(prompt) : len(prompt) + limit] = self.mask_token_id
+            self.sequences[row, len(prompt) :][: limit + self.num_further_tokens] = self.mask_token_id
             self.prompt_lengths[row] = len(prompt)
             self.limits[row] = self.stopped_at[row] = limit
             self.has_stopped[row] = False
@@ -260,6 +265,9 @@ class Response:
         chosen = accepted.nonzero().squeeze(1)
         row, index, tokens = (values.index_select(0, chosen) for values in (row, index, tokens))
         self.sequences[row, self.prompt_lengths.index_select(0, row) + index] = tokens
+        if self.kept and self.num_further_tokens:
+            is_told = index < self.max_new_tokens
+            chosen, row, index = chosen[is_told], row[is_told], index[is_told]
         for name in self.kept:
             own = values[name][chosen.to(self.device)].float()
             if self.kept[name] is None:
@@ -276,7 +284,13 @@ class Response:
         self.stopped_at[row] = length
         self.has_stopped[row] = True
 
-    def publish(self, shown: torch.LongTensor, block_size: int = 1, rows: torch.LongTensor | None = None) -> None:
+    def publish(
+        self,
+        shown: torch.LongTensor,
+        block_size: int = 1,
+        rows: torch.LongTensor | None = None,
+        offsets: torch.LongTensor | int = 0,
+    ) -> None:
         """Tells stopping criteria and streamers of `rows` (all) what is new; drafts reach to `shown` tokens or an EOS.
 
         Where a token can be taken back as long as its block of `block_size` is not decoded, whole blocks are told.
@@ -286,6 +300,7 @@ class Response:
             shown (`torch.LongTensor` of shape `(A,)`): Response tokens of each row that a draft may show.
             block_size (`int`): 1 where tokens stay.
             rows (`torch.LongTensor` of shape `(A,)`, *optional*): The rows that are being decoded.
+            offsets (`torch.LongTensor` of shape `(B,)`, or `int`): Prompt tokens in the first block of each row.
         """
         if not self.has_listeners:
             return
@@ -293,7 +308,7 @@ class Response:
         first_eos, known = self.first_eos(), self.prefix_length()
         if block_size > 1:
             is_whole = known == torch.minimum(first_eos + 1, self.limits)
-            known -= (known % block_size).masked_fill(is_whole, 0)
+            known = (known - ((known + offsets) % block_size).masked_fill(is_whole, 0)).clamp(min=0)
         known = torch.minimum(known, self.stopped_at)
         shown = torch.minimum(shown, first_eos[rows] + 1)
         asked: dict[int, list[int]] = {}  # rows of each group

@@ -317,11 +317,13 @@ class StreamDecoder:
         progress, live = [], decoder.live.tolist()
         if live:
             is_masked, first_eos = decoder.is_masked, decoder.first_eos  # [A, R'], [A]
-            known = torch.minimum(first_index(is_masked), first_eos + 1).minimum(decoder.limits)
+            known = torch.minimum(first_index(is_masked), first_eos + 1).minimum(decoder.grid.limits)
             if decoder.generation_config.remask_threshold:  # a token may be taken back until its block is decoded
                 known = known // decoder.block_size * decoder.block_size
-            end = torch.minimum(first_eos + 1, decoder.limits)
+            end = torch.minimum(first_eos + 1, decoder.grid.limits)
             shown = torch.minimum(decoder.num_opened * decoder.block_size, end)
+            # So far counted from the first block, which may begin in the prompt.
+            known, shown = ((index - decoder.grid.offsets).clamp(min=0) for index in (known, shown))
             tokens = response.tokens(decoder.live, int(torch.maximum(known, shown).max()))
             for row, own, final, end in zip(live, tokens, known.tolist(), shown.tolist(), strict=True):
                 progress.append((row, own[:final], own[final:end], False))

@@ -23,6 +23,8 @@ _OF_THE_STREAM = (
     "block_size",
     "acceptance_rule",
     *dict.fromkeys(name for names in ACCEPTANCE_RULES.values() for name in names),
+    "sub_block_size",
+    "first_token_alone",
     "num_branches",
     "remask_threshold",
     "cache_implementation",

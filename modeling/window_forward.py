@@ -46,6 +46,7 @@ class WindowForward:
         self.compiled: Callable | None = None
         self.slot = torch.arange(num_slots, device="cpu")
         # What the tokens of a window see that starts with a block, counted from its start.
+        self.block_alignment: str = model.config.block_alignment
         position = torch.arange(-self.look_back, num_slots, device="cpu")[None]
         self.visible_from_start = visible_length(position, position.new_zeros(1), block_size)[0]
 
@@ -59,7 +60,7 @@ class WindowForward:
         self,
         sequences: torch.LongTensor,
         rows: torch.LongTensor,
-        prompt_lengths: torch.LongTensor,
+        block_starts: torch.LongTensor,
         start: torch.LongTensor,
         end: torch.LongTensor,
         row: torch.LongTensor,
@@ -70,10 +71,11 @@ class WindowForward:
         Args:
             sequences (`torch.LongTensor` of shape `(B, L)`): Tokens, on the host like all arguments.
             rows (`torch.LongTensor` of shape `(A,)`): The rows that are fed, in the order of the cache's rows.
-            prompt_lengths (`torch.LongTensor` of shape `(A,)`): Prompt tokens of each row.
+            block_starts (`torch.LongTensor` of shape `(A,)`): Prompt tokens of each row before its first block.
             start, end (`torch.LongTensor` of shape `(A,)`): The window of each row, which starts with the row or with
                 a response block. Of what is before it, keys and values are in the cache.
-            row, index (`torch.LongTensor` of shape `(M,)`): The response tokens whose logits are wanted.
+            row, index (`torch.LongTensor` of shape `(M,)`): The tokens whose logits are wanted, counted from the first
+                block of their row.
 
         Returns:
             `torch.Tensor` of shape `(M, V)`: logits that predict these tokens, on the model's device.
@@ -94,13 +96,13 @@ class WindowForward:
             is_fed = position < end[:, None]
             position, write_slots = position.where(is_fed, 0), position.where(is_fed, PADDING)
         if is_first_forward or is_compiled:
-            visible = visible_length(position, prompt_lengths, self.block_size)
+            visible = visible_length(position, block_starts, self.block_size, self.block_alignment)
         else:
             visible = start[:, None] + self.visible_from_start[:width]
         if is_ragged:  # there are slots behind the end of a row
             visible = torch.minimum(visible, end[:, None])
         allowed = self._slots(num_slots) < visible[..., None]  # [A, W, S]
-        column = index + (prompt_lengths - first - self.look_back).index_select(0, row)  # in the window
+        column = index + (block_starts - first - self.look_back).index_select(0, row)  # in the window
         input_ids = sequences.take(position + (rows * sequences.shape[1])[:, None])
         is_packed = False
         if is_compiled:  # rows of nothing but padding, which see one slot

@@ -12,7 +12,12 @@ from d2f_hf.modeling.acceptance_rules import (
     Credit,
     accept,
     accepted_tokens,
+    at_least_tokens,
     credited_probability,
+    first_tokens_alone,
+    first_unfinished_sub_blocks,
+    required_tokens,
+    sequential_tokens,
     tokens_to_remask,
 )
 from d2f_hf.modeling.lookahead_decoding import best_branch, lookahead_tokens
@@ -756,3 +761,45 @@ def test_streamers_and_stopping_criteria_are_told_final_tokens_only(name):
             assert streamer.drafts
             num_early += told_early(expected, len(prompt))
     assert num_early > 0, "otherwise every way of telling is right"
+
+
+def test_sdars_schedule_gives_the_first_steps_the_rest():
+    num_steps = torch.tensor([[0, 1, 2, 3, 9]])
+    assert required_tokens(num_steps, 8, 3).tolist() == [[3, 3, 2, 2, 2]]
+    assert required_tokens(num_steps, 8, 8).tolist() == [[1] * 5]
+
+
+@pytest.mark.parametrize(
+    ("required", "threshold", "expected"),
+    [
+        (1, 0.5, [1, 0, 1, 0]),  # two are above it
+        (2, 0.5, [1, 0, 1, 0]),
+        (3, 0.5, [1, 0, 1, 1]),  # fewer than needed are above it: the best three
+        (2, 1.0, [1, 0, 1, 0]),  # static
+        (4, 1.0, [1, 0, 1, 1]),  # all that are masked
+    ],
+)
+def test_a_full_block_accepts_at_least_what_is_required(required, threshold, expected):
+    is_masked = torch.tensor([[[True, False, True, True]]])
+    probability = torch.tensor([[[0.8, 0.99, 0.6, 0.1]]])
+    arguments = (is_masked, probability, probability)
+    is_full, number = torch.tensor([[True]]), torch.tensor([[required]])
+    assert at_least_tokens(*arguments, is_full, threshold, number)[0, 0].int().tolist() == expected
+    confident = (is_masked & (probability > threshold))[0, 0].int().tolist()
+    assert at_least_tokens(*arguments, ~is_full, threshold, number)[0, 0].int().tolist() == confident
+    if required == 1:
+        assert accepted_tokens(*arguments, is_full, threshold)[0, 0].int().tolist() == expected
+
+
+def test_sequential_takes_the_first_masked_tokens():
+    is_masked = torch.tensor([[[False, True, True, True], [True, False, False, False]]])
+    is_full = torch.tensor([[True, True]])
+    assert sequential_tokens(is_masked, is_full, 2).int().tolist() == [[[0, 1, 1, 0], [1, 0, 0, 0]]]
+    assert not sequential_tokens(is_masked, ~is_full, 2).any()
+
+
+def test_sub_blocks_and_first_tokens_restrict_what_may_be_accepted():
+    is_masked = torch.tensor([[[False, False, False, True, True], [True, True, False, False, False]]])
+    assert first_unfinished_sub_blocks(is_masked, 2).int().tolist() == [[[0, 0, 0, 1, 0], [1, 1, 0, 0, 0]]]
+    assert first_tokens_alone(is_masked, torch.tensor([True])).int().tolist() == [[[0, 0, 0, 1, 1], [1, 0, 0, 0, 0]]]
+    assert first_tokens_alone(is_masked, torch.tensor([False])).equal(is_masked)

@@ -145,3 +145,14 @@ def test_logits_predict_their_own_token_or_the_next_one():
     shifted = predicting_positions(is_masked, right_shift_logits=True)
     assert shifted.tolist() == [[True, True, False, True, False], [False, False, False, True, False]]
     assert (is_masked.nonzero() - shifted.nonzero()).tolist() == [[0, 1]] * 4, "in the order of the masked tokens"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize("prompt_length", [0, 2, 7])
+def test_blocks_from_the_start_of_the_sequence_do_not_depend_on_the_prompt(block_size, prompt_length):
+    position, lengths = torch.arange(10)[None], torch.tensor([prompt_length])
+    visible = visible_length(position, lengths, block_size, "sequence")
+    assert visible.equal((position // block_size + 1) * block_size)
+    block = position[0] // block_size
+    mask = block_causal_mask(position, lengths, block_size, position, block_alignment="sequence")
+    assert mask[0, 0].equal(block[None, :] <= block[:, None])

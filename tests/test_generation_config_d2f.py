@@ -295,6 +295,7 @@ def test_every_option_is_an_attribute_with_a_docstring():
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.not_used_by])
 def test_an_option_is_refused_by_each_decoding_that_does_not_use_it(name):
     option, values = OPTIONS[name], {**ENTROPY_KNOBS, **FACTOR_KNOBS, **CREDIT_KNOBS, **FAST_DLLM_KNOBS}
+    values |= {"steps_per_block": 2, "sub_block_size": 2, "first_token_alone": True}
     value = {**values, **VANILLA_KNOBS, **KNOBS, "block_activation_threshold": 0.4}[name]
     value = 5 if name == "max_active_blocks" else value
     for decoding, instead in option.not_used_by.items():
@@ -308,7 +309,10 @@ def test_an_option_is_refused_by_each_decoding_that_does_not_use_it(name):
 
 
 def test_what_measured_below_the_default_is_marked_experimental():
+    """`steps_per_block` is how released models are decoded, so it is no experiment."""
     usual, experimental = D2FGenerationConfig.__doc__.split("Experimental:")
     for name in ("acceptance_rule", "num_branches", "remask_threshold", *parameters_of_other_rules("factor")):
+        if name == "steps_per_block":
+            continue
         assert f"        {name}" in experimental or f", {name} (" in experimental
         assert f"        {name}" not in usual

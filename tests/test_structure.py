@@ -21,7 +21,7 @@ MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
 FLOORS = (
-    ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f", "generation_options"),
+    ("acceptance_rules", "block_causal", "block_grid", "cache_d2f", "configuration_d2f", "generation_options"),
     ("decoding_loop", "decoding_rules"),
     (
         "attention_d2f",
@@ -34,6 +34,7 @@ FLOORS = (
     ("generate_arguments", "response", "window_forward"),
     ("logits_process_d2f",),
     ("gradient_mode", "sampler"),
+    ("token_acceptance",),
     ("pipelined_decoding", "vanilla_decoding"),
     ("fast_dllm_decoding", "lookahead_decoding", "stream_requests"),
     ("stream_decoding",),

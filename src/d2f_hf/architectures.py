@@ -98,7 +98,7 @@ ARCHITECTURES = {
         defaults={"block_size": 32},
         other_names={"bd_size": "block_size"},
         unused=("attn_implementation", "conplemenrary_mask", "complementary_mask"),
-        generation={"block_add_threshold": 1.0, "confidence_threshold": 0.9},
+        generation={"block_add_threshold": 1.0, "confidence_threshold": 0.9, "first_token_alone": True},
         mask_token_id=151665,
         eos_token_id=151645,
     ),
