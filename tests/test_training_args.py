@@ -208,7 +208,7 @@ def test_our_arguments_are_these():
     assert (
         set(
             "objective block_size max_length mask_ratio_low mask_ratio_high decoding_probability causal_probability "
-            "divergence weighting label_weight eos_tail".split()
+            "clean_context complementary_masks divergence weighting label_weight eos_tail".split()
         )
         == OURS
     )
