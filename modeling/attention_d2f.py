@@ -23,6 +23,11 @@ from .configuration_d2f import D2FConfig
 HIDDEN = -9e3
 
 
+def head_dim_of(config: D2FConfig) -> int:
+    """D, the width of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class D2FRotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary embedding, in float32 as in the original (`rope_full_precision`)."""
 
@@ -45,7 +50,7 @@ class D2FRotaryEmbedding(nn.Module):
         config: D2FConfig, device: torch.device | None = None, **kwargs
     ) -> tuple[torch.Tensor, float]:
         """Inverse frequencies `(D / 2,)` and the scaling of the result, which is 1."""
-        head_dim = config.hidden_size // config.num_attention_heads
+        head_dim = head_dim_of(config)
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
 
@@ -268,7 +273,7 @@ class D2FAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim_of(config)
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
 
     def attend(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig, strict
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 BLOCK_ALIGNMENTS = ("prompt", "sequence")
 
@@ -146,10 +146,12 @@ class D2FConfig(PreTrainedConfig):
                 f"`rope_type` in `rope_parameters` must be one of default, {', '.join(ROPE_INIT_FUNCTIONS)}, but it "
                 f"is {rope_type!r}."
             )
-        for name, divisor in (
-            ("hidden_size", "num_attention_heads"),
-            ("num_attention_heads", "num_key_value_heads"),
-        ):
+        multiples = [("num_attention_heads", "num_key_value_heads")]
+        if getattr(self, "head_dim", None) is None:
+            multiples.insert(0, ("hidden_size", "num_attention_heads"))
+        elif self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be an even number of at least 2, but it is {self.head_dim}.")
+        for name, divisor in multiples:
             # Attributes by their usual names, messages by the names that the config file has.
             value, by = getattr(self, name), getattr(self, divisor)
             if value % by != 0:
@@ -171,3 +173,80 @@ class D2FConfig(PreTrainedConfig):
                 f"`mask_token_id` must be an id of the vocabulary (0 .. {self.vocab_size - 1}), but it is "
                 f"{self.mask_token_id}. Add the token to the tokenizer and resize the embeddings."
             )
+
+
+@strict
+class D2FDecoderConfig(D2FConfig):
+    """The fields of Llama, Qwen2 and Qwen3, whose layers are those of `decoder_layer.py`.
+
+    Args:
+        vocab_size (`int`): Rows of the embedding.
+        hidden_size (`int`): Width of the hidden states.
+        intermediate_size (`int`): Width of the feed-forward layers.
+        num_hidden_layers (`int`): Layers.
+        num_attention_heads (`int`): Attention heads.
+        num_key_value_heads (`int`, *optional*): Key/value heads; `num_attention_heads` if not given.
+        head_dim (`int`, *optional*): Width of a head; `hidden_size / num_attention_heads` if not given.
+        max_position_embeddings (`int`): Longest prompt and response together.
+        rope_theta (`float`, *optional*): Base of the rotary embedding; kept in `rope_parameters`.
+        rms_norm_eps (`float`): Added to the variance in the norms.
+        attention_dropout (`float`): Dropout on the attention weights in training.
+        tie_word_embeddings (`bool`): The head is the embedding.
+        initializer_range (`float`): Standard deviation of new weights.
+        right_shift_logits (`bool`): `True`: logits at position i predict token i + 1.
+        block_size, mask_token_id, ...: See [`D2FConfig`].
+
+    Raises:
+        ValueError: for an option of the original configuration that is not implemented: a sliding window, rotary
+            positions on a part of each head, or another activation than SiLU.
+    """
+
+    attention_projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    fixed_options = {"use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+    ignored_options = ("sliding_window", "max_window_layers", "layer_types", "pretraining_tp")
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_fsdp_plan = {
+        "embed_tokens": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+    # Which parts of a layer there are: see `decoder_layer.py`.
+    has_attention_bias = False
+    has_output_bias = False
+    has_mlp_bias = False
+    has_query_key_norm = False
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096
+    rope_parameters: RopeParameters | dict | None = None
+    rms_norm_eps: float | int = 1e-6
+    attention_dropout: float | int = 0.0
+    tie_word_embeddings: bool = False
+    initializer_range: float | int = 0.02
+    right_shift_logits: bool = True
+
+    def __post_init__(self, **kwargs):
+        windowed = sorted({kind for kind in kwargs.get("layer_types") or () if kind != "full_attention"})
+        if windowed:
+            raise ValueError(
+                f"`layer_types` must be 'full_attention' for each layer, but the configuration has {windowed[0]!r}. "
+                "Attention to a part of the text is not implemented."
+            )
+        heads = self.num_attention_heads
+        if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:  # else it is refused
+            self.head_dim = self.hidden_size // heads
+        super().__post_init__(**kwargs)

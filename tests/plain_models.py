@@ -1,6 +1,6 @@
-"""LLaDA and Dream forwards in plain torch, for the oracle: one sequence, float32, no cache.
+"""Forwards of all architectures in plain torch, for the oracle: one sequence, float32, no cache.
 
-Both are the same transformer (RMSNorm, rotary positions, SiLU-gated MLP) under different parameter names.
+All are the same transformer (RMSNorm, rotary positions, SiLU-gated MLP) under different parameter names.
 """
 
 # L sequence, V vocabulary, H heads, G key/value heads, D head size
@@ -105,7 +105,7 @@ def plain_forward(
         return x.view(len(x), count, -1).transpose(0, 1)  # [L, H D] -> [H, L, D]
 
     x = weights[names["embedding"]][ids]  # [L, hidden]
-    head_size = x.shape[1] // n_heads
+    head_size = len(weights[names["layer"].format(0) + names["q"] + ".weight"]) // n_heads
     frequencies = rope_theta ** (-torch.arange(0, head_size, 2) / head_size)  # [D / 2]
     angles = (positions[:, None] * frequencies).repeat(1, 2)  # [L, D]
 
@@ -122,9 +122,14 @@ def plain_forward(
             bias = weights.get(names["layer"].format(layer) + names[part] + ".bias")
             return F.linear(x, weight(part), bias)
 
+        def normed(x: torch.Tensor, part: str, layer: int = layer) -> torch.Tensor:
+            """The heads `[H, L, D]`, normed where the model does that."""
+            weight = weights.get(names["layer"].format(layer) + f"self_attn.{part}_norm.weight")
+            return x if weight is None else norm(x, weight)
+
         h = norm(x, weight("attention_norm"))
-        q = rotate(heads(linear(h, "q"), n_heads))  # [H, L, D]
-        k = rotate(heads(linear(h, "k"), n_kv_heads))  # [G, L, D]
+        q = rotate(normed(heads(linear(h, "q"), n_heads), "q"))  # [H, L, D]
+        k = rotate(normed(heads(linear(h, "k"), n_kv_heads), "k"))  # [G, L, D]
         v = heads(linear(h, "v"), n_kv_heads)
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, dim=0) for t in (k, v))  # [H, L, D]
         if memory is not None:

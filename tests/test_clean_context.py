@@ -7,8 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import d2f_hf
-from d2f_hf import D2FDataCollator, D2FDreamConfig, D2FDreamForBlockDiffusion, D2FTrainer, load_d2f_model
+from d2f_hf import (
+    D2FDataCollator,
+    D2FDreamConfig,
+    D2FDreamForBlockDiffusion,
+    D2FQwen3Config,
+    D2FQwen3ForBlockDiffusion,
+    D2FTrainer,
+    load_d2f_model,
+)
 from d2f_hf.clean_context import block_ends, clean_context_mask, clean_context_sequence, with_clean_part
 from d2f_hf.noising import D2FNoisingCollator
 from tiny_training import (
@@ -88,9 +95,7 @@ def golden_model(name: str):
     original = json.loads((GOLDEN / name / "config.json").read_text())
     config_class, model_class, names = D2FDreamConfig, D2FDreamForBlockDiffusion, []
     if name == "sdar_tiny":
-        if not hasattr(d2f_hf, "D2FQwen3Config"):
-            pytest.skip("without the Qwen3 architecture")
-        config_class, model_class, names = d2f_hf.D2FQwen3Config, d2f_hf.D2FQwen3ForBlockDiffusion, ["head_dim"]
+        config_class, model_class, names = D2FQwen3Config, D2FQwen3ForBlockDiffusion, ["head_dim"]
     names += (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
         "max_position_embeddings rope_theta rms_norm_eps tie_word_embeddings"

@@ -31,12 +31,24 @@ import plain_models
 from d2f_hf import D2FLLaDAForBlockDiffusion
 from golden_data import GOLDEN
 from reference_decoding import reference_decode
-from tiny_models import EOS, FAMILIES, MASK, OTHER, PAD, VOCAB_SIZE, plain_logits, tiny_config, tiny_model
+from tiny_models import (
+    EOS,
+    FAMILIES,
+    GOLDEN_FAMILIES,
+    MASK,
+    OTHER,
+    PAD,
+    VOCAB_SIZE,
+    plain_logits,
+    tiny_config,
+    tiny_model,
+)
 
 # B batch, L sequence, S key/value slots, V vocabulary
 
 IMPLEMENTATIONS = ["eager", "sdpa", "flex_attention"]
 all_families = pytest.mark.parametrize("family", FAMILIES)
+golden_families = pytest.mark.parametrize("family", GOLDEN_FAMILIES)
 all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -69,7 +81,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 # ---- golden logits and the plain model ----
 
 
-@all_families
+@golden_families
 @all_implementations
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["base", "adapter"])
 def test_logits_are_those_of_the_reference(family, implementation, with_adapter):
@@ -95,7 +107,7 @@ def test_logits_are_those_of_the_reference(family, implementation, with_adapter)
     assert compared == (2 if with_adapter else 9)
 
 
-@all_families
+@golden_families
 def test_an_original_checkpoint_loads_without_missing_or_unexpected_keys(family):
     _, model_class, _ = FAMILIES[family]
     model, info = model_class.from_pretrained(GOLDEN / f"{family}_tiny", output_loading_info=True)
@@ -207,7 +219,7 @@ def padded(rows: list[list[int]], side: str) -> tuple[torch.LongTensor, torch.Lo
 
 def predictions(model: D2FForBlockDiffusion) -> list[tuple[torch.Tensor, int]]:
     """The logits `(V,)` for each masked token of `NOISY` by the plain model, and the true token."""
-    shift = {"d2f_llada": 0, "d2f_dream": 1}[model.config.model_type]
+    shift = int(model.config.right_shift_logits)
     return [
         (plain_logits(model)(noisy, len(prompt), 3)[position - shift], clean[position])
         for prompt, noisy, clean in zip(PROMPTS, NOISY, CLEAN, strict=True)
@@ -265,7 +277,7 @@ def test_decoding_is_right_at_each_boundary_of_the_cache_with_padding_and_a_one_
             max_new_tokens=11,
             mask_token_id=MASK,
             eos_token_ids=EOS,
-            right_shift_logits=family == "dream",
+            right_shift_logits=family != "llada",
             **thresholds,
         )
         assert output.sequences[b, ids.shape[1] :][: len(expected.tokens)].tolist() == expected.tokens
@@ -806,7 +818,7 @@ def test_saving_and_loading_keeps_the_logits_tied_or_not_and_resized(family, tie
     assert reloaded.config.tie_word_embeddings == tied
 
 
-@all_families
+@golden_families
 def test_a_model_with_other_ids_and_sizes_comes_back_the_same(family, tmp_path):
     _, model_class, _ = FAMILIES[family]
     model, ids = other_model(family), random_ids(1, 8)
@@ -818,7 +830,7 @@ def test_a_model_with_other_ids_and_sizes_comes_back_the_same(family, tmp_path):
     assert reloaded.generation_config.eos_token_id == OTHER["eos_token_id"]
 
 
-@all_families
+@golden_families
 def test_the_rotary_frequencies_are_right_after_loading_and_after_a_change_of_dtype(family):
     """They are not in the checkpoint, and loading starts on the meta device."""
     _, model_class, _ = FAMILIES[family]
@@ -872,11 +884,13 @@ def test_embeddings_and_head_on_the_disk_give_the_same_tokens_and_the_device_is_
     """`model.device` was "meta", because accelerate keeps there what it has offloaded, and streams failed."""
     model, ids = tiny_model(family=family), random_ids(1, 6)
     model.save_pretrained(tmp_path)
-    ends = {"llada": ("model.transformer.wte", "model.transformer.ff_out"), "dream": ("model.embed_tokens", "lm_head")}
-    parts = {"llada": ("model.transformer.blocks", "model.transformer.ln_f"), "dream": ("model.layers", "model.norm")}
+    ends, parts = ("model.embed_tokens", "lm_head"), ("model.layers", "model.norm")
+    if family == "llada":
+        ends = ("model.transformer.wte", "model.transformer.ff_out")
+        parts = ("model.transformer.blocks", "model.transformer.ln_f")
     device_map = {
-        **dict.fromkeys(ends[family], "disk"),
-        **dict.fromkeys((*parts[family], "model.rotary_emb"), "cpu"),
+        **dict.fromkeys(ends, "disk"),
+        **dict.fromkeys((*parts, "model.rotary_emb"), "cpu"),
     }
     offloaded = type(model).from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offload")
     assert offloaded.get_input_embeddings().weight.is_meta and offloaded.device == torch.device("cpu")
@@ -982,7 +996,7 @@ def assert_loads(folder: Path, class_name: str, family: str = "llada") -> None:
     assert {"attention_d2f.py", f"modeling_d2f_{family}.py"} < code and not any("test" in name for name in code)
     auto_class = AutoModelForCausalLM if "ForBlockDiffusion" in class_name else AutoModel
     loaded = auto_class.from_pretrained(folder)
-    assert type(loaded).__name__ == f"D2F{ {'llada': 'LLaDA', 'dream': 'Dream'}[family] }ForBlockDiffusion"
+    assert type(loaded).__name__ == FAMILIES[family][1].__name__
 
 
 @pytest.mark.parametrize("kind", ["derived", "compiled", "compiled in place", "merged", "derived config"])
@@ -1090,7 +1104,7 @@ def test_the_parallel_plans_name_modules_that_exist_and_cover_every_projection(f
     assert set(model._no_split_modules) == {type(model.model.get_layers()[0]).__name__}
 
 
-@all_families
+@golden_families
 def test_the_attention_projections_of_the_config_are_in_each_layer(family):
     model = model_with("sdpa", family)
     for layer in model.model.get_layers():

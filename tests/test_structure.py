@@ -23,7 +23,14 @@ MAX_LINES = 450
 FLOORS = (
     ("acceptance_rules", "block_causal", "cache_d2f", "configuration_d2f", "generation_options"),
     ("decoding_loop", "decoding_rules"),
-    ("attention_d2f", "configuration_d2f_dream", "configuration_d2f_llada", "generation_config_d2f"),
+    (
+        "attention_d2f",
+        "configuration_d2f_dream",
+        "configuration_d2f_llada",
+        "configuration_d2f_llama",
+        "configuration_d2f_qwen3",
+        "generation_config_d2f",
+    ),
     ("generate_arguments", "response", "window_forward"),
     ("logits_process_d2f",),
     ("gradient_mode", "sampler"),
@@ -32,7 +39,8 @@ FLOORS = (
     ("stream_decoding",),
     ("generation_d2f",),
     ("modeling_d2f",),
-    ("modeling_d2f_dream", "modeling_d2f_llada"),
+    ("decoder_layer",),
+    ("modeling_d2f_dream", "modeling_d2f_llada", "modeling_d2f_llama", "modeling_d2f_qwen3"),
     ("__init__",),
 )
 LOOPS = sorted((ROOT / "modeling").glob("*_decoding.py"))

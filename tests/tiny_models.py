@@ -3,11 +3,22 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from d2f_hf.modeling.configuration_d2f import D2FConfig
+from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
 from d2f_hf.modeling.sampler import Sampler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from d2f_hf import D2FDreamConfig, D2FDreamForBlockDiffusion, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion
+from d2f_hf import (
+    D2FDreamConfig,
+    D2FDreamForBlockDiffusion,
+    D2FLLaDAConfig,
+    D2FLLaDAForBlockDiffusion,
+    D2FLlamaConfig,
+    D2FLlamaForBlockDiffusion,
+    D2FQwen3Config,
+    D2FQwen3ForBlockDiffusion,
+)
 from plain_models import DREAM_NAMES, LLADA_NAMES, block_causal_mask, plain_forward
 
 # B batch, L sequence, T positions, V vocabulary
@@ -19,7 +30,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .!"  # tokens 0 to 28 of `letter_tokenizer
 FAMILIES = {
     "llada": (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, LLADA_NAMES),
     "dream": (D2FDreamConfig, D2FDreamForBlockDiffusion, DREAM_NAMES),
+    "llama": (D2FLlamaConfig, D2FLlamaForBlockDiffusion, DREAM_NAMES),
+    "qwen3": (D2FQwen3Config, D2FQwen3ForBlockDiffusion, DREAM_NAMES),
 }
+GOLDEN_FAMILIES = ("llada", "dream")  # those with tiny models of the original code in golden/
 # Nothing as in the other tiny models: a width that is no power of 2, grouped heads, a tied head, low special ids.
 OTHER = {
     "vocab_size": 50,
@@ -39,7 +53,7 @@ OTHER = {
 }
 
 
-def tiny_config(family: str = "llada", **options) -> D2FLLaDAConfig | D2FDreamConfig:
+def tiny_config(family: str = "llada", **options) -> D2FConfig:
     """Two layers of width 32. Options by their usual names, or by those of the family."""
     config_class, _, _ = FAMILIES[family]
     options = {config_class.attribute_map.get(name, name): value for name, value in options.items()}
@@ -56,13 +70,13 @@ def tiny_config(family: str = "llada", **options) -> D2FLLaDAConfig | D2FDreamCo
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
+    if family == "qwen3":
+        defaults["head_dim"] = 12  # its heads have a width of their own
     defaults = {config_class.attribute_map.get(name, name): value for name, value in defaults.items()}
     return config_class(**{**defaults, **options})
 
 
-def tiny_model(
-    seed: int = 0, family: str = "llada", **options
-) -> D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion:
+def tiny_model(seed: int = 0, family: str = "llada", **options) -> D2FForBlockDiffusion:
     """A random model with weights large enough for its predictions to differ, and to depend on what it sees."""
     _, model_class, names = FAMILIES[family]
     model = model_class(tiny_config(family, **options)).eval()
@@ -74,7 +88,7 @@ def tiny_model(
     return model
 
 
-def plain_logits(model: D2FLLaDAForBlockDiffusion | D2FDreamForBlockDiffusion) -> Callable[..., torch.Tensor]:
+def plain_logits(model: D2FForBlockDiffusion) -> Callable[..., torch.Tensor]:
     """The same model for the oracle: `logits_fn(ids, prompt_length=None, block_size=None)` gives `[L, V]`.
 
     `positions` and `memory` are those of `plain_forward`, with full attention.

@@ -19,6 +19,12 @@ from d2f_hf.modeling import (
     D2FLLaDAConfig,
     D2FLLaDAForBlockDiffusion,
     D2FLLaDAModel,
+    D2FLlamaConfig,
+    D2FLlamaForBlockDiffusion,
+    D2FLlamaModel,
+    D2FQwen3Config,
+    D2FQwen3ForBlockDiffusion,
+    D2FQwen3Model,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +38,8 @@ __version__ = "0.1.0"  # a literal, because the build reads it without importing
 for _config, _model in (
     (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion),
     (D2FDreamConfig, D2FDreamForBlockDiffusion),
+    (D2FLlamaConfig, D2FLlamaForBlockDiffusion),
+    (D2FQwen3Config, D2FQwen3ForBlockDiffusion),
 ):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _model)
@@ -68,6 +76,12 @@ __all__ = [
     "D2FLLaDAConfig",
     "D2FLLaDAForBlockDiffusion",
     "D2FLLaDAModel",
+    "D2FLlamaConfig",
+    "D2FLlamaForBlockDiffusion",
+    "D2FLlamaModel",
+    "D2FQwen3Config",
+    "D2FQwen3ForBlockDiffusion",
+    "D2FQwen3Model",
     "D2FTrainer",
     "D2FTrainingArguments",
     "__version__",
