@@ -90,7 +90,7 @@ def test_the_mask_equals_one_written_token_by_token(alignment, num_noisy, block_
                 assert found[b, 0, query, key].item() == expected, (b, query, key)
 
 
-def golden_model(name: str):
+def golden_model(name: str, **options):
     """The tiny checkpoint of another package's official code as one of our classes, with sequence alignment."""
     original = json.loads((GOLDEN / name / "config.json").read_text())
     config_class, model_class, names = D2FDreamConfig, D2FDreamForBlockDiffusion, []
@@ -106,6 +106,7 @@ def golden_model(name: str):
         eos_token_id=90,
         right_shift_logits=name != "sdar_tiny",
         block_alignment="sequence",
+        **options,
     )
     model = model_class(config).eval()
     model.load_state_dict(load_file(GOLDEN / name / "model.safetensors"))
@@ -222,6 +223,21 @@ def test_training_lowers_the_loss_of_all_weights_and_of_an_adapter(tmp_path, opt
         assert trainer.evaluate()["eval_loss"] < 0.8 * before
         names = changed(model, weights)
         assert names and (peft_config is None or all("lora" in name for name in names))
+
+
+@pytest.mark.parametrize("name", ["fastdllm_v2_tiny", "sdar_tiny"])
+def test_released_architectures_learn_what_they_see_with_defaults_alone(tmp_path, name):
+    """Nothing but the objective is given: the model says where blocks start, and whether logits are shifted."""
+    rows = [{**row, "input_ids": [*row["input_ids"][:-1], 90]} for row in tiny_dataset(4)]
+    args = arguments(tmp_path, objective="masked_diffusion", max_steps=20, learning_rate=3e-3, logging_steps=20)
+    model = golden_model(name, block_size=4)
+    trainer = D2FTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.clean_context and trainer.evaluate()["eval_loss"] < 0.8 * before
+    trainer.save_model(str(tmp_path / "model"))
+    saved = type(model).from_pretrained(tmp_path / "model")
+    assert (saved.config.block_alignment, saved.config.block_size) == ("sequence", 4)
 
 
 @pytest.mark.parametrize("options", [{}, {"complementary_masks": True}])
