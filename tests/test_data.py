@@ -212,6 +212,15 @@ def test_rows_are_filled_to_the_longest_row_even_if_that_ends_their_last_block_e
     assert picture(collate(*examples, eos_tail="block")) == ["paeee.", "ppaeee"]
 
 
+@pytest.mark.parametrize(
+    ("prompt_length", "expected"), [(1, "paee"), (2, "ppae"), (3, "pppaeeee"), (4, "ppppaeee"), (5, "pppppaee")]
+)
+def test_blocks_that_start_with_the_sequence_are_filled_from_there(prompt_length, expected):
+    """The last block was filled as if blocks began behind the prompt, so its tail ended inside a block."""
+    example = {"input_ids": [7] * prompt_length + [8, EOS], "prompt_length": prompt_length}
+    assert picture(collate(example, block_alignment="sequence", eos_tail="block")) == [expected]
+
+
 @pytest.mark.parametrize("eos_tail", ["batch", "block", "none"])
 def test_a_cut_response_is_padded_and_not_taught_to_end_there(tokenizer, eos_tail):
     cut = tokenize_example({"prompt": "a", "completion": "b c d e"}, tokenizer, max_length=3)
@@ -259,6 +268,7 @@ def test_batches_that_cannot_be_collated_are_errors(examples, message):
         ({"block_size": 0}, "`block_size` must be at least 1"),
         ({"block_size": 4.5}, "`block_size` must be at least 1, and an integer, got 4.5"),
         ({"eos_tail": "all"}, "`eos_tail` must be one of"),
+        ({"block_alignment": "response"}, "`block_alignment` must be one of"),
         ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` must be at least 1"),
     ],
 )

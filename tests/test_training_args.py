@@ -204,11 +204,45 @@ def test_the_arguments_can_be_parsed_from_a_command_line(tmp_path):
     assert (args.block_size, args.mask_ratio_low, args.mask_ratio_high, args.max_length) == (16, 0.2, 0.9, None)
 
 
+def test_clean_context_can_be_parsed_from_a_command_line(tmp_path):
+    """`None` leaves it to the model."""
+    parser, command = HfArgumentParser(D2FTrainingArguments), f"--output_dir {tmp_path} --use_cpu"
+    for more, expected in (
+        ("", (None, False)),
+        ("--objective masked_diffusion --clean_context true", (True, False)),
+        ("--objective masked_diffusion --clean_context false", (False, False)),
+        ("--objective masked_diffusion --complementary_masks", (None, True)),
+    ):
+        (args,) = parser.parse_args_into_dataclasses(f"{command} {more}".split())
+        assert (args.clean_context, args.complementary_masks) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clean_context": "yes"}, "`clean_context` must be one of"),
+        ({"clean_context": 1}, "`clean_context` must be one of"),
+        ({"complementary_masks": None}, "`complementary_masks` must be one of"),
+        (
+            {"clean_context": True, "objective": "distillation"},
+            "`clean_context` .* needs objective='masked_diffusion'",
+        ),
+        ({"complementary_masks": True, "objective": "distillation"}, "`complementary_masks` .* needs objective="),
+        ({"complementary_masks": True, "clean_context": False}, "`complementary_masks` needs `clean_context`"),
+        ({"clean_context": True, "causal_probability": 0.5}, "`causal_probability` must be 0 with clean context"),
+        ({"clean_context": True, "decoding_probability": 0.5}, "`decoding_probability` must be 0 with clean context"),
+    ],
+)
+def test_arguments_that_contradict_clean_context_are_refused_before_a_model_is_there(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **{"objective": "masked_diffusion", **options})
+
+
 def test_our_arguments_are_these():
     assert (
         set(
             "objective block_size max_length mask_ratio_low mask_ratio_high decoding_probability causal_probability "
-            "divergence weighting label_weight eos_tail".split()
+            "clean_context complementary_masks divergence weighting label_weight eos_tail".split()
         )
         == OURS
     )

@@ -12,7 +12,7 @@ from tiny_models import tiny_model as tiny_random_model
 PAD, EOS, MASK = 0, 1, 3
 
 
-def tiny_model(right_shift_logits: bool = False, seed: int = 0) -> D2FLLaDAForBlockDiffusion:
+def tiny_model(right_shift_logits: bool = False, seed: int = 0, **options) -> D2FLLaDAForBlockDiffusion:
     torch.manual_seed(seed)
     config = D2FLLaDAConfig(
         vocab_size=40,
@@ -26,6 +26,7 @@ def tiny_model(right_shift_logits: bool = False, seed: int = 0) -> D2FLLaDAForBl
         eos_token_id=EOS,
         pad_token_id=PAD,
         right_shift_logits=right_shift_logits,
+        **options,
     )
     return D2FLLaDAForBlockDiffusion(config)
 

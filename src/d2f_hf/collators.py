@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
+from d2f_hf.clean_context import block_alignment_of, has_clean_context
 from d2f_hf.data import D2FDataCollator
 from d2f_hf.noising import D2FNoisingCollator
 from d2f_hf.training_args import D2FTrainingArguments
@@ -38,6 +39,7 @@ def default_collator(
         pad_token_id=_first(config.pad_token_id),
         eos_tail=args.eos_tail,
         pad_to_multiple_of=pad_to_multiple_of,
+        block_alignment=block_alignment_of(config),
     )
 
 
@@ -51,6 +53,9 @@ def noising_collator(clean: D2FDataCollator, args: D2FTrainingArguments, config:
         mask_ratio_high=args.mask_ratio_high,
         decoding_probability=args.decoding_probability,
         causal_probability=args.causal_probability,
+        clean_context=has_clean_context(args, config),
+        complementary_masks=args.complementary_masks,
+        block_alignment=block_alignment_of(config),
         seed=args.data_seed if args.data_seed is not None else args.seed,
     )
 

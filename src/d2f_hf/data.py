@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from d2f_hf.modeling.configuration_d2f import BLOCK_ALIGNMENTS
+
 EOS_TAILS = ("batch", "block", "none")
 
 
@@ -279,6 +281,8 @@ class D2FDataCollator:
             `"none"` adds none.
         pad_to_multiple_of (`int`, *optional*):
             Pads L up to a multiple of this number.
+        block_alignment (`str`, *optional*, defaults to `"prompt"`):
+            Where blocks start, as in the model's configuration: behind the prompt, or with the `"sequence"`.
     """
 
     block_size: int
@@ -286,12 +290,18 @@ class D2FDataCollator:
     pad_token_id: int | None = None
     eos_tail: str = "batch"
     pad_to_multiple_of: int | None = None
+    block_alignment: str = "prompt"
 
     def __post_init__(self) -> None:
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(f"`block_size` must be at least 1, and an integer, got {self.block_size!r}.")
         if self.eos_tail not in EOS_TAILS:
             raise ValueError(f"`eos_tail` must be one of {EOS_TAILS}, got {self.eos_tail!r}.")
+        if self.block_alignment not in BLOCK_ALIGNMENTS:
+            raise ValueError(
+                f"`block_alignment` must be one of {BLOCK_ALIGNMENTS}, got {self.block_alignment!r}. "
+                "Take that of the model's configuration."
+            )
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ValueError(
                 f"`pad_to_multiple_of` must be at least 1, got {self.pad_to_multiple_of}. Use `None` for no rounding."
@@ -323,7 +333,8 @@ class D2FDataCollator:
         if self.eos_tail != "none":
             for index, prompt_length in enumerate(prompt_lengths):
                 if ended[index]:
-                    lengths[index] += -(lengths[index] - prompt_length) % self.block_size
+                    start = prompt_length if self.block_alignment == "prompt" else 0
+                    lengths[index] += -(lengths[index] - start) % self.block_size
         longest = max(lengths)
         if self.eos_tail == "batch":
             lengths = [longest if end else length for end, length in zip(ended, lengths, strict=True)]

@@ -243,6 +243,13 @@ class D2FNoisingCollator:
         causal_probability (`float`, *optional*, defaults to 0.0):
             For `"masked_diffusion"` of a model whose logits are one position ahead: share of the rows with nothing
             masked and causal attention, on which each token is predicted from those before it.
+        clean_context (`bool`, *optional*, defaults to `False`):
+            For `"masked_diffusion"`: each response block gets a ratio of its own, and the batch has the clean tokens
+            too. The ratios of a row cover their range evenly, in random order. See [`d2f_hf.clean_context`].
+        complementary_masks (`bool`, *optional*, defaults to `False`):
+            With `clean_context`: a second noisy sequence behind the first, with the masks where the first has none.
+        block_alignment (`str`, *optional*, defaults to `"prompt"`):
+            Where the blocks of `clean_context` start, as in the model's configuration.
         seed (`int`, *optional*, defaults to 0):
             Seed of the noise.
         epoch (`int`, *optional*, defaults to 0):
@@ -263,6 +270,9 @@ class D2FNoisingCollator:
         mask_ratio_high: float,
         decoding_probability: float = 0.0,
         causal_probability: float = 0.0,
+        clean_context: bool = False,
+        complementary_masks: bool = False,
+        block_alignment: str = "prompt",
         seed: int = 0,
         epoch: int = 0,
         stratified: bool = True,
@@ -274,6 +284,9 @@ class D2FNoisingCollator:
         self.mask_ratio_high = mask_ratio_high
         self.decoding_probability = decoding_probability
         self.causal_probability = causal_probability
+        self.clean_context = clean_context
+        self.complementary_masks = complementary_masks
+        self.block_alignment = block_alignment
         self.seed = seed
         self.stratified = stratified
         # In shared memory, as `datasets.IterableDataset` does it, because persistent workers get the collator once.
@@ -311,7 +324,9 @@ class D2FNoisingCollator:
             `dict[str, torch.Tensor]`: `input_ids` `[B, L]` with masked tokens, `attention_mask` `[B, L]`,
             `prompt_lengths` `[B]`, `is_causal` `[B]` bool, `is_masked` `[B, L]` bool (the tokens to predict),
             `mask_ratios` `[B, L]`, and `labels` `[B, L]`: the true tokens the loss is averaged over (distillation:
-            those to predict; masked diffusion: all that could have been), -100 elsewhere.
+            those to predict; masked diffusion: all that could have been), -100 elsewhere. With `clean_context` also
+            `clean_ids` `[B, L]`. With `complementary_masks` `input_ids`, `is_masked` and `mask_ratios` are `[B, 2 L]`,
+            the two noisy sequences one behind the other.
         """
         batch = self.collate(features)
         input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
@@ -319,6 +334,8 @@ class D2FNoisingCollator:
         lengths = batch["attention_mask"].sum(-1)
         position = torch.arange(sequence_length, device="cpu")
         in_response = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+        if self.clean_context:
+            return self._with_clean_context(batch, features, in_response)
         in_loss, is_causal = in_response.clone(), torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
         noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
         ratios = torch.zeros(input_ids.shape, dtype=torch.float32, device="cpu")
@@ -367,6 +384,43 @@ class D2FNoisingCollator:
             "mask_ratios": ratios,
             "is_causal": is_causal,
             "labels": input_ids.masked_fill(~counted, -100),
+        }
+
+    def _with_clean_context(
+        self, batch: dict[str, torch.Tensor], features: Sequence[Mapping[str, Any]], in_response: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """A batch in which each response block has its own mask ratio, with the clean tokens."""
+        input_ids, prompt_lengths = batch["input_ids"], batch["prompt_lengths"]
+        block_size = self.collate.block_size
+        start = prompt_lengths  # of the first block that holds response tokens, [B]
+        if self.block_alignment == "sequence":
+            start = prompt_lengths // block_size * block_size
+        noisy_ids, is_masked = input_ids.clone(), torch.zeros_like(in_response)
+        ratios = torch.zeros(input_ids.shape, dtype=torch.float32, device="cpu")
+        for b, feature in enumerate(features):
+            generator = self._generator([int(token) for token in feature["input_ids"]])
+            length = batch["attention_mask"][b].sum() - start[b]
+            draws = random_mask_ratio(-(-int(length) // block_size), generator=generator)
+            block_ratios = self.mask_ratio_low + (self.mask_ratio_high - self.mask_ratio_low) * draws[None]
+            row = slice(b, b + 1)
+            ratios[row] = token_mask_ratios(block_ratios, start[row], input_ids.shape[1], block_size)
+            noisy_ids[row], is_masked[row] = mask_tokens(
+                input_ids[row], in_response[row], ratios[row], self.mask_token_id, generator
+            )
+        ratios = ratios.where(in_response, 0.0)  # the first of these blocks may hold prompt tokens
+        if self.complementary_masks:
+            others = in_response & ~is_masked
+            noisy_ids = torch.cat([noisy_ids, input_ids.masked_fill(others, self.mask_token_id)], dim=1)
+            is_masked = torch.cat([is_masked, others], dim=1)
+            ratios = torch.cat([ratios, (1.0 - ratios).where(in_response, 0.0)], dim=1)
+        return {
+            "input_ids": noisy_ids,
+            "clean_ids": input_ids,
+            "attention_mask": batch["attention_mask"],
+            "prompt_lengths": prompt_lengths,
+            "is_masked": is_masked,
+            "mask_ratios": ratios,
+            "labels": input_ids.masked_fill(~in_response, -100),
         }
 
     def _row_ratios(self, token_ids: list[list[int]]) -> torch.Tensor:

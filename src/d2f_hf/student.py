@@ -15,6 +15,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.utils import logging
 
+from d2f_hf.clean_context import block_alignment_of, check_objective
 from d2f_hf.modeling import D2FGenerationConfig
 from d2f_hf.training_args import D2FTrainingArguments
 
@@ -90,6 +91,7 @@ def check_models(
         )
     if config.mask_token_id is None:
         raise ValueError("`model.config.mask_token_id` must be set, got None. Set it to the id of the mask token.")
+    check_objective(args, config)
     if args.causal_probability > 0.0 and not config.right_shift_logits:
         raise ValueError(
             f"`causal_probability` (got {args.causal_probability}) needs a model with "
@@ -100,6 +102,12 @@ def check_models(
         raise ValueError(
             f"`data_collator.block_size` ({data_collator.block_size}) must be the block size of the "
             f"attention ({block_size}). Give both the same, with `args.block_size`."
+        )
+    alignment = block_alignment_of(config)
+    if getattr(data_collator, "block_alignment", alignment) != alignment:
+        raise ValueError(
+            f"`data_collator.block_alignment` ({data_collator.block_alignment!r}) must be that of the model "
+            f"({alignment!r}). Give it to the collator."
         )
     if args.debug and config._attn_implementation != "eager":
         raise ValueError(
@@ -120,6 +128,11 @@ def _check_teacher(teacher: Any, model: Any) -> None:
                 f"`teacher_model.config.{name}` must be that of the model ({expected}), got {value}. Pass a "
                 "block-diffusion model with the same tokens."
             )
+    if block_alignment_of(teacher.config) == "sequence":
+        raise ValueError(
+            "`teacher_model.config.block_alignment` must be 'prompt', got 'sequence': the teacher sees a sequence in "
+            "both directions, and such a model was not trained so."
+        )
     if not set(map(id, teacher.modules())).isdisjoint(map(id, model.modules())):
         raise ValueError(
             "`teacher_model` must not share layers with `model`, because it would change with it. Leave it "

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.modeling_outputs import ModelOutput
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
+from d2f_hf.clean_context import block_alignment_of, clean_context_sequence, has_clean_context, with_clean_part
 from d2f_hf.collators import default_collator, given_collator, noising_collator
 from d2f_hf.data import D2FDataCollator, tokenize_dataset
 from d2f_hf.loading import load_d2f_model
@@ -66,7 +67,8 @@ class D2FTrainer(Trainer):
 
     With `args.objective="distillation"` the student is the model with a LoRA adapter and block-causal attention, the
     teacher the same weights without the adapter and with bidirectional attention. With `"masked_diffusion"` there is
-    no teacher, and the model is trained as it is, bidirectionally.
+    no teacher, and the model is trained as it is, bidirectionally; or with `args.clean_context`, which is the default
+    for a model with `block_alignment="sequence"`, block by block.
 
     Besides what the `Trainer` logs, there are, averaged since the last log and with `eval_` in front in evaluation:
 
@@ -226,6 +228,8 @@ class D2FTrainer(Trainer):
         args, config = self.args, base_model(self.accelerator.unwrap_model(self.model)).config
         self.block_size: int = config.block_size if args.block_size is None else args.block_size
         self.right_shift_logits: bool = config.right_shift_logits
+        self.clean_context: bool = has_clean_context(args, config)
+        self._block_alignment = block_alignment_of(config)
         clean = self._clean_collator
         if clean is None:
             clean = default_collator(args, config, self.block_size, self.processing_class, self._pad_to_multiple_of)
@@ -246,14 +250,14 @@ class D2FTrainer(Trainer):
 
         1. The teacher, bidirectional, sees the whole noisy sequence. Masked diffusion has none.
         2. The student, block-causal, sees it up to the end of a token's own block. In masked diffusion it is
-           bidirectional.
+           bidirectional, or with clean context sees a token's own block and the clean ones before it.
         3. The loss: the divergence of the two over the masked tokens (Eq. 3); with `label_weight`, mixed with the
            student's cross-entropy to the true tokens. In masked diffusion, that cross-entropy alone.
         4. The averages that are logged.
         """
-        args, is_masked = self.args, inputs["is_masked"]  # [B, L]
+        args, is_masked = self.args, inputs["is_masked"]  # [B, L], with complementary masks [B, 2 L]
         where = is_masked.nonzero(as_tuple=True)  # rows and positions of the masked tokens, [M] each
-        mask_ratios, targets = inputs["mask_ratios"][where], inputs["labels"][where]  # [M]
+        mask_ratios, targets = inputs["mask_ratios"][where], inputs["labels"][_tokens_of(where, inputs)]  # [M]
         sequence: dict[str, Any] = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
         predicting = predicting_positions(is_masked, self.right_shift_logits)
 
@@ -264,7 +268,10 @@ class D2FTrainer(Trainer):
                 teacher_logits = teacher(**sequence, logits_to_keep=self._predicting_for_teacher(is_masked)).logits
 
         # 2. The student.
-        if args.objective == "distillation":
+        if self.clean_context:
+            sequence = clean_context_sequence(inputs, self.block_size, self._block_alignment)
+            predicting = with_clean_part(predicting, inputs["labels"].shape[1])
+        elif args.objective == "distillation":
             sequence.update(prompt_lengths=inputs["prompt_lengths"], block_size=self.block_size)
         elif args.causal_probability > 0.0:
             sequence["attention_mask"] = causal_attention_mask(inputs["is_causal"], inputs["attention_mask"])
@@ -330,7 +337,9 @@ class D2FTrainer(Trainer):
         label_losses = divergence_losses = None
         if args.objective == "masked_diffusion" or args.label_weight > 0.0:
             label_losses = token_cross_entropy(logits, targets, args.label_smoothing_factor)
-            label_losses = weighted(label_losses, mask_ratios, "inverse_mask_ratio")
+            # With complementary masks each token is predicted exactly once, whatever the ratio.
+            weighting = "uniform" if args.complementary_masks else "inverse_mask_ratio"
+            label_losses = weighted(label_losses, mask_ratios, weighting)
         if args.objective == "masked_diffusion":
             return label_losses
         divergence_losses = weighted(divergence, mask_ratios, args.weighting)
@@ -398,10 +407,13 @@ class D2FTrainer(Trainer):
             self._averages_of_rows.append(self.accelerator.gather_for_metrics(averages))
         if prediction_loss_only:
             return loss, None, None
-        is_masked, logits = inputs["is_masked"], outputs["logits"]
-        everywhere = logits.new_full((*is_masked.shape, logits.shape[-1]), -100.0)  # [B, L, V]
-        everywhere[is_masked] = logits
-        return loss, everywhere, inputs["labels"].masked_fill(~is_masked, -100)
+        all_labels, logits = inputs["labels"], outputs["logits"]
+        where = _tokens_of(inputs["is_masked"].nonzero(as_tuple=True), inputs)
+        everywhere = logits.new_full((*all_labels.shape, logits.shape[-1]), -100.0)  # [B, L, V]
+        everywhere[where] = logits
+        labels = torch.full_like(all_labels, -100)
+        labels[where] = all_labels[where]
+        return loss, everywhere, labels
 
     # ---- what the Trainer asks for ----
 
@@ -431,6 +443,11 @@ class D2FTrainer(Trainer):
             self.data_collator = for_training
 
 
+def _tokens_of(where: tuple[torch.Tensor, ...], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and positions in the sequence of masked tokens, of which complementary masks have some behind its end."""
+    return where[0], where[1] % inputs["labels"].shape[1]
+
+
 class _AtTheStart(TrainerCallback):
     """What the trainer does when training and each pass over the data begin."""
 
@@ -444,7 +461,7 @@ class _AtTheStart(TrainerCallback):
         # A run that is resumed goes on where it was. Of a stream the Trainer takes the first pass and skips batches,
         # and `state.epoch` is a share of `max_steps` rather than a number of passes.
         self.num_passes = int(state.epoch or 0) if has_length(trainer.train_dataset) else 0
-        if args.objective == "distillation":  # what it is trained for is what it is saved with
+        if args.objective == "distillation" or trainer.clean_context:  # it is saved with what it is trained for
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             model = base_model(model)
             model.config.block_size = trainer.block_size

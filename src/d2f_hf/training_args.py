@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from d2f_hf.clean_context import check_clean_context
 from d2f_hf.data import EOS_TAILS
 from d2f_hf.losses import DIVERGENCES, WEIGHTINGS
 
@@ -40,6 +41,15 @@ class D2FTrainingArguments(TrainingArguments):
         causal_probability (`float`, *optional*, defaults to 0.0):
             For masked diffusion of a model that starts from an autoregressive one: share of the rows that are trained
             as that one was, with causal attention and nothing masked, so that it is not forgotten.
+        clean_context (`bool`, *optional*):
+            For masked diffusion: each response block has a mask ratio of its own, and sees itself and the *clean*
+            blocks before it, as in decoding block by block. The model is fed noisy and clean sequence together, twice
+            as many tokens. By default this is so for a model with `block_alignment="sequence"`, which can be trained
+            in no other way, and not so for others, which are trained bidirectionally.
+        complementary_masks (`bool`, *optional*, defaults to `False`):
+            With clean context: each row has a second noisy sequence with the masks where the first has none. Each
+            response token is then predicted exactly once, and all weigh the same. It is fed three times as many tokens
+            instead of two. Fast-dLLM v2 was trained so.
         divergence (`str`, *optional*, defaults to `"cross_entropy"`):
             For distillation, see [`~losses.token_divergence`].
         weighting (`str`, *optional*, defaults to `"inverse_mask_ratio"`):
@@ -63,6 +73,12 @@ class D2FTrainingArguments(TrainingArguments):
     decoding_probability: float = field(default=0.0, metadata={"help": "Share of the rows that look as in decoding."})
     causal_probability: float = field(
         default=0.0, metadata={"help": "Masked diffusion: share of the rows trained autoregressively."}
+    )
+    clean_context: bool | None = field(
+        default=None, metadata={"help": "Masked diffusion: noisy blocks see the clean blocks before them."}
+    )
+    complementary_masks: bool = field(
+        default=False, metadata={"help": "Clean context: each response token is masked in one of two sequences."}
     )
     divergence: str = field(default="cross_entropy", metadata={"help": f"One of {', '.join(DIVERGENCES)}."})
     weighting: str = field(default="inverse_mask_ratio", metadata={"help": f"One of {', '.join(WEIGHTINGS)}."})
@@ -146,6 +162,11 @@ class D2FTrainingArguments(TrainingArguments):
                 f"`label_smoothing_factor` (got {self.label_smoothing_factor}) has no effect on the divergence from "
                 "the teacher. Set `label_weight` above 0, which mixes in the true tokens, or leave it out."
             )
+        for name, allowed in (("clean_context", (None, True, False)), ("complementary_masks", (True, False))):
+            if not any(getattr(self, name) is value for value in allowed):
+                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}. Leave it out.")
+        if self.clean_context is not None or self.complementary_masks:  # otherwise the model decides
+            check_clean_context(self, self.clean_context is not False)
         for name, least, default in (("block_size", 1, "the model's own"), ("max_length", 2, "no limit")):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

@@ -43,10 +43,14 @@ def row_averages(
 
 
 def _mask_ratios(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and number of the mask ratios of response tokens, `[B]` each. In rows with causal attention they are 0."""
-    position = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)
+    """Sum and number of the mask ratios of response tokens, `[B]` each. In rows with causal attention they are 0.
+
+    Of complementary masks the first half counts: the mean of both is always a half.
+    """
+    length = inputs["attention_mask"].shape[1]
+    position = torch.arange(length, device=inputs["input_ids"].device)
     in_response = (position >= inputs["prompt_lengths"][:, None]) & inputs["attention_mask"].bool()  # [B, L]
-    ratios = inputs["mask_ratios"].where(in_response, 0.0)
+    ratios = inputs["mask_ratios"][:, :length].where(in_response, 0.0)
     if "is_causal" in inputs:
         ratios = ratios.masked_fill(inputs["is_causal"][:, None], 0.0)
     return ratios.sum(-1), in_response.sum(-1)
