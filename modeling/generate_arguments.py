@@ -177,6 +177,11 @@ def _check_attention_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
 
 def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
     """Refuses a `decoding` that the model cannot do."""
+    if config.decoding == "autoregressive" and not model.config.has_causal_mode:
+        raise ValueError(
+            "`decoding` must not be 'autoregressive' for a model with has_causal_mode=False: under a causal mask "
+            "it is no autoregressive model. Leave it out, or load an autoregressive checkpoint."
+        )
     if model.config.block_alignment == "sequence" and config.decoding in ("vanilla", "fast_dllm"):
         raise ValueError(
             f"`decoding` must not be {config.decoding!r} for a model with block_alignment='sequence': it lets every "
@@ -285,10 +290,10 @@ def refuse_adapters_of_rows(model: nn.Module, decoding: str | None, num_rows: in
                 "a forward has a window of the text, and of other rows each time. Take an adapter of fixed weights, "
                 "such as LoRA, or generate inside `with model.disable_adapter():`."
             )
-        if decoding == "d2f":
+        if decoding in ("d2f", "autoregressive"):
             raise ValueError(
-                "`adapter_names` is not supported with decoding='d2f': rows share forwards and leave the batch, and "
-                "their adapters would not go with them. Generate for one adapter at a time "
+                f"`adapter_names` is not supported with decoding={decoding!r}: rows share forwards and leave the "
+                "batch, and their adapters would not go with them. Generate for one adapter at a time "
                 "(`model.set_adapter(name)`), or take decoding='vanilla' or decoding='fast_dllm'."
             )
         if len(names) != num_rows:

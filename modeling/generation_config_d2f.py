@@ -34,19 +34,23 @@ from .generation_options import (
 
 logger = logging.get_logger(__name__)
 
-DECODING_MODES = ("d2f", "vanilla", "fast_dllm")
+DECODING_MODES = ("d2f", "vanilla", "fast_dllm", "autoregressive")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
 BLOCK_CACHES = ("none", "prefix", "dual")
 
 
+_ONE_TOKEN_AT_A_TIME = {"autoregressive": "it decodes one token after the other"}
+
+
 def _of_d2f(instead: str) -> dict[str, str]:
     """`not_used_by` of an option of pipelined decoding, with what the others have in its place."""
-    return {"vanilla": instead, "fast_dllm": instead}
+    return {"vanilla": instead, "fast_dllm": instead, **_ONE_TOKEN_AT_A_TIME}
 
 
 _SAMPLED_TOKENS = "`temperature` with `do_sample=True` draws the tokens"
 _ONE_BLOCK_AT_A_TIME = _of_d2f("it decodes one block after the other")
+_NO_WINDOWS = dict.fromkeys(("vanilla", "fast_dllm"), "it has no windows to tell of")
 _OF_A_RULE = _of_d2f("it belongs to an `acceptance_rule`")
 
 
@@ -58,8 +62,9 @@ class D2FGenerationConfig(GenerationConfig):
 
     Args:
         decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default); `"vanilla"`, the sampler of the
-            original bidirectional model, which is slow but needs no distillation; or `"fast_dllm"`, Fast-dLLM's
-            acceleration of it by a confidence threshold and an approximate cache.
+            original bidirectional model, which is slow but needs no distillation; `"fast_dllm"`, Fast-dLLM's
+            acceleration of it by a confidence threshold and an approximate cache; or `"autoregressive"`, one token
+            after the other under a causal mask, for a model with `config.has_causal_mode`.
         block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
         block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
             one reaches it (default 0.1). 1.0 decodes block by block.
@@ -143,21 +148,26 @@ class D2FGenerationConfig(GenerationConfig):
     """
 
     decoding: Annotated[str | None, Option(one_of(*DECODING_MODES), default="d2f")]
-    block_size: Annotated[int | None, Option(integer_from(1))]
+    block_size: Annotated[int | None, Option(integer_from(1), _ONE_TOKEN_AT_A_TIME)]
     block_add_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.1)]
     block_activation_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.95)]
     confidence_threshold: Annotated[
-        float | None, Option(SHARE, {"vanilla": "`steps` says how many tokens each step accepts"}, 0.9)
+        float | None,
+        Option(SHARE, {"vanilla": "`steps` says how many tokens each step accepts", **_ONE_TOKEN_AT_A_TIME}, 0.9),
     ]
-    token_ranking: Annotated[str | None, Option(one_of(*TOKEN_RANKINGS), default="probability")]
+    token_ranking: Annotated[str | None, Option(one_of(*TOKEN_RANKINGS), _ONE_TOKEN_AT_A_TIME, "probability")]
     max_active_blocks: Annotated[int | None, Option(integer_from(1), _ONE_BLOCK_AT_A_TIME)]
     sub_block_size: Annotated[int | None, Option(integer_from(1), _of_d2f("it accepts by a rule of its own"))]
     first_token_alone: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it accepts by a rule of its own"))]
-    output_trace: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it has no windows to tell of"), False)]
+    output_trace: Annotated[bool | None, Option(TRUE_OR_FALSE, _NO_WINDOWS, False)]
     steps: Annotated[
         int | None,
         Option(
-            integer_from(1), {"d2f": "it takes as many as it needs; `confidence_threshold` trades speed for quality"}
+            integer_from(1),
+            {
+                "d2f": "it takes as many as it needs; `confidence_threshold` trades speed for quality",
+                **_ONE_TOKEN_AT_A_TIME,
+            },
         ),
     ]
     unmask_schedule: Annotated[
@@ -167,11 +177,12 @@ class D2FGenerationConfig(GenerationConfig):
             {
                 "d2f": "the thresholds decide what is accepted",
                 "fast_dllm": "`confidence_threshold` decides what is accepted, or `steps` how much",
+                **_ONE_TOKEN_AT_A_TIME,
             },
         ),
     ]
     ranking_temperature: Annotated[
-        float | None, Option(FROM_ZERO, {"d2f": _SAMPLED_TOKENS, "fast_dllm": _SAMPLED_TOKENS})
+        float | None, Option(FROM_ZERO, dict.fromkeys(("d2f", "fast_dllm", "autoregressive"), _SAMPLED_TOKENS))
     ]
     block_cache: Annotated[
         str | None,
@@ -180,6 +191,7 @@ class D2FGenerationConfig(GenerationConfig):
             {
                 "d2f": "keys and values of a decoded block never change, so all are kept",
                 "vanilla": "nothing is kept from one forward to the next",
+                **_ONE_TOKEN_AT_A_TIME,
             },
         ),
     ]
@@ -355,11 +367,12 @@ PARAMETERS: dict[str, Option] = {
         {
             "d2f": "guidance needs a second forward over a prompt that is masked",
             "fast_dllm": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
+            "autoregressive": "guidance needs a second forward over another prompt",
         },
     ),
     "compile_config": Option(
         Check("a `CompileConfig`", lambda value: isinstance(value, CompileConfig)),
-        _of_d2f("only the steps of pipelined decoding are compiled"),
+        dict.fromkeys(("vanilla", "fast_dllm"), "only forwards over windows are compiled"),
     ),
     "cache_implementation": Option(Check("'static' or left out, as D2F makes its own cache", lambda v: v == "static")),
     # Those of transformers' other decoders, with the values that ask for nothing.

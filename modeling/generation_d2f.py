@@ -22,6 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .autoregressive_decoding import AutoregressiveDecoder
 from .block_grid import num_further_tokens
 from .decoding_loop import DecodingLoop, run_to_the_end
 from .fast_dllm_decoding import FastDLLMDecoder
@@ -406,6 +407,8 @@ class D2FGenerationMixin(GenerationMixin):
                 "`compile_config` is not supported with use_cache=False, where each forward has another length. Leave "
                 "one of them out."
             )
+        if generation_config.decoding == "autoregressive":
+            return AutoregressiveDecoder(*arguments, use_cache=use_cache)
         if (generation_config.num_branches or 1) > 1:
             _refuse_left_to_right(sampler, "`num_branches`", "leave out `num_branches`")
             return LookAheadDecoder(*arguments, use_cache=use_cache)

@@ -60,6 +60,7 @@ class PipelinedDecoder:
     """
 
     forwards_per_step = 1
+    is_causal = False  # whether each token sees itself and those before it alone, the prompt included
 
     def __init__(
         self,
@@ -74,6 +75,8 @@ class PipelinedDecoder:
         self.generation_config = generation_config
         self.use_cache = use_cache
         self.block_size, self.block_alignment = generation_config.block_size, model.config.block_alignment
+        if self.is_causal:
+            self.block_size, self.block_alignment = 1, "prompt"
         if self.block_alignment == "prompt":  # a longer block would only add padding
             self.block_size = min(self.block_size, response.max_new_tokens)
         num_slots = response.max_new_tokens + response.num_further_tokens
@@ -86,7 +89,7 @@ class PipelinedDecoder:
             if (value := getattr(generation_config, name)) is not None
         }
         num_rows, num_slots = response.sequences.shape
-        self.feed = WindowForward(model, self.block_size, num_slots, response.device)
+        self.feed = WindowForward(model, self.block_size, num_slots, response.device, self.is_causal)
         if generation_config.compile_config is not None or (
             generation_config.cache_implementation == "static" and response.device.type != "cpu"
         ):

@@ -210,8 +210,10 @@ def check_stream_options(options: dict[str, Any], of_request: bool = False) -> N
 
 def check_stream_config(config: D2FGenerationConfig, of_stream: D2FGenerationConfig | None = None) -> None:
     """Refuses the prepared options of a stream, or of a request, that cannot be."""
-    if config.decoding != "d2f":
-        raise ValueError(f"`decoding` must be 'd2f' in a stream, got {config.decoding!r}. Leave it out.")
+    if config.decoding not in ("d2f", "autoregressive"):
+        raise ValueError(
+            f"`decoding` must be 'd2f' or 'autoregressive' in a stream, got {config.decoding!r}. Leave it out."
+        )
     for name in _OF_THE_OUTPUT:
         if getattr(config, name):
             raise ValueError(f"`{name}` is not supported in a stream. Use `generate` for it.")

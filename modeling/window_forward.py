@@ -31,22 +31,32 @@ class WindowForward:
         block_size (`int`): K, tokens per response block.
         num_slots (`int`): Tokens of the longest row, prompt and response.
         device (`torch.device`): Of the model's inputs.
+        is_causal (`bool`): Each token sees itself and those before it. Then a window ends before the token that its
+            last one predicts, and `index` counts the tokens that predict.
 
     Attributes:
         cache (`D2FCache`): Its rows are the rows that are fed, in their order.
     """
 
-    def __init__(self, model: BlockDiffusionModel, block_size: int, num_slots: int, device: torch.device):
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        block_size: int,
+        num_slots: int,
+        device: torch.device,
+        is_causal: bool = False,
+    ):
         self.model = model
         self.block_size = block_size
         self.num_slots = num_slots
         self.device = device
-        self.look_back = int(model.config.right_shift_logits)  # the token before the window predicts its first one
+        # Where the token before the window predicts its first one, it is fed too.
+        self.look_back = int(model.config.right_shift_logits and not is_causal)
         self.cache = D2FCache(model.config.num_hidden_layers, num_slots, device)
         self.compiled: Callable | None = None
         self.slot = torch.arange(num_slots, device="cpu")
         # What the tokens of a window see that starts with a block, counted from its start.
-        self.block_alignment: str = model.config.block_alignment
+        self.block_alignment: str = "sequence" if is_causal else model.config.block_alignment
         position = torch.arange(-self.look_back, num_slots, device="cpu")[None]
         self.visible_from_start = visible_length(position, position.new_zeros(1), block_size)[0]
 

@@ -126,7 +126,7 @@ def test_every_knob_reaches_the_loop_in_every_way(knobs, way, monkeypatch):
 
 
 BAD_VALUES = [
-    ("decoding", "autoregressive"),
+    ("decoding", "beam"),
     ("token_ranking", "entropy"),
     ("block_size", 0),
     ("block_size", 2.5),

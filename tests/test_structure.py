@@ -36,7 +36,7 @@ FLOORS = (
     ("gradient_mode", "sampler"),
     ("token_acceptance",),
     ("pipelined_decoding", "vanilla_decoding"),
-    ("fast_dllm_decoding", "lookahead_decoding", "stream_requests"),
+    ("autoregressive_decoding", "fast_dllm_decoding", "lookahead_decoding", "stream_requests"),
     ("stream_decoding",),
     ("generation_d2f",),
     ("modeling_d2f",),
