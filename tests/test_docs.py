@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import pytest
 from d2f_hf.modeling.generation_config_d2f import OPTIONS
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainingArguments
 
 import d2f_hf
 import reference_models
+from causal_models import stock_model
 from d2f_hf import D2FTrainingArguments
 from golden_data import GOLDEN
 
@@ -84,7 +85,10 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
         folders[hub_id] = shutil.copytree(GOLDEN / name, top / name)
         if name.endswith("_tiny"):
             tokenizer.save_pretrained(folders[hub_id])
-    return folders
+    # An autoregressive checkpoint: transformers' own class with random weights.
+    stock_model(Qwen3Config, Qwen3ForCausalLM, head_dim=12, vocab_size=len(tokenizer)).save_pretrained(top / "qwen3")
+    tokenizer.save_pretrained(top / "qwen3")
+    return {**folders, "Qwen/Qwen3-0.6B": top / "qwen3"}
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], **by_name)

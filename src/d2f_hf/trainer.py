@@ -461,9 +461,11 @@ class _AtTheStart(TrainerCallback):
         # A run that is resumed goes on where it was. Of a stream the Trainer takes the first pass and skips batches,
         # and `state.epoch` is a share of `max_steps` rather than a number of passes.
         self.num_passes = int(state.epoch or 0) if has_length(trainer.train_dataset) else 0
+        model = base_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+        if model.config.has_causal_mode:  # it is a diffusion model from now on
+            model.config.has_causal_mode = False
+            model.generation_config.decoding = "d2f"
         if args.objective == "distillation" or trainer.clean_context:  # it is saved with what it is trained for
-            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            model = base_model(model)
             model.config.block_size = trainer.block_size
             if getattr(model.generation_config, "block_size", None) is not None:  # it would win over that of `config`
                 model.generation_config.block_size = trainer.block_size
