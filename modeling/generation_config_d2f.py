@@ -286,7 +286,8 @@ class D2FGenerationConfig(GenerationConfig):
 
     def check_block_size(self) -> None:
         """Refuses options that do not go with `block_size`, once that is known."""
-        if self.steps_per_block is not None and self.steps_per_block > self.block_size:
+        steps, block_size = self.steps_per_block, self.block_size
+        if steps is not None and block_size is not None and steps > block_size:
             raise ValueError(
                 f"`steps_per_block` must be at most `block_size`, but they are {self.steps_per_block} and "
                 f"{self.block_size}: each step accepts a token. Leave it out for one token per step at the least."

@@ -74,7 +74,8 @@ class PipelinedDecoder:
         self.sampler = sampler
         self.generation_config = generation_config
         self.use_cache = use_cache
-        self.block_size, self.block_alignment = generation_config.block_size, model.config.block_alignment
+        self.block_size: int = generation_config.block_size or model.config.block_size
+        self.block_alignment: str = model.config.block_alignment
         if self.is_causal:
             self.block_size, self.block_alignment = 1, "prompt"
         if self.block_alignment == "prompt":  # a longer block would only add padding

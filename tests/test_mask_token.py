@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ def test_a_new_mask_token_changes_no_logit_of_another_and_is_never_the_best(tied
     found = logits(model)
     torch.testing.assert_close(found[..., others], expected[..., others], rtol=0, atol=1e-5)
     assert (found[..., mask_token_id] < found[..., others].amax(-1)).all()
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in layers:
         torch.testing.assert_close(layer.weight[mask_token_id], layer.weight[others].mean(0))
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 

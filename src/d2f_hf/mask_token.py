@@ -158,8 +158,8 @@ def add_mask_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase
         known = [name for name in (tokenizer.mask_token, token, *MASK_TOKENS) if name in vocabulary]
         if known:
             mask_token_id = vocabulary[known[0]]
-            num_rows = model.get_input_embeddings().weight.shape[0]
-            if mask_token_id >= num_rows:
+            embedding: Any = model.get_input_embeddings()
+            if mask_token_id >= len(embedding.weight):
                 give_mask_row(model, mask_token_id)
             model.config.mask_token_id = mask_token_id
         else:
