@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
@@ -15,11 +17,15 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
+import reference_models
 from causal_models import VOCAB_SIZE, stock_model, with_its_weights
-from d2f_hf import D2FDreamForBlockDiffusion, D2FLlamaForBlockDiffusion, D2FQwen3ForBlockDiffusion
+from d2f_hf import D2FDreamForBlockDiffusion, D2FLlamaForBlockDiffusion, D2FQwen3ForBlockDiffusion, load_d2f_model
 from tiny_models import tiny_model
+from word_problems import make_problems
 
 MASK = 0  # it is never chosen here, so the stock class is kept from choosing it
 FAMILIES = {
@@ -162,9 +168,7 @@ def test_each_token_takes_one_forward_and_the_trace_tells_what_was_fed():
     assert torch.stack(output.scores, 1).argmax(-1).equal(output.sequences[:, 5:])
 
 
-def test_a_streamer_and_a_stop_string_work():
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
+def test_a_stopping_criterion_ends_rows():
     class AtLength(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full((len(input_ids),), input_ids.shape[1] >= 9)
@@ -201,3 +205,17 @@ def test_options_of_other_decodings_are_refused_by_name(option):
     _, own = models()
     with pytest.raises(ValueError, match=next(iter(option))):
         own.generate(**prompts([3]), decoding="autoregressive", max_new_tokens=4, **option)
+
+
+def test_the_trained_twin_answers_word_problems_as_under_the_loop_of_transformers():
+    folder = reference_models.HERE / "twin"
+    tokenizer = AutoTokenizer.from_pretrained(reference_models.HERE / "tokenizer", padding_side="left")
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    own = load_d2f_model(folder, dtype=torch.float32, mask_token_id=tokenizer.mask_token_id)
+    chats = [[{"role": "user", "content": problem.question}] for problem in make_problems("test", 6, seed=0)]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+    )
+    expected = stock.generate(**inputs, max_new_tokens=128, do_sample=False)
+    assert own.generation_config.decoding == "autoregressive"
+    assert own.generate(**inputs, max_new_tokens=128).equal(expected)
