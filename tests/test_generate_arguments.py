@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from peft import (
     CPTConfig,
     LoraConfig,
@@ -28,7 +27,18 @@ from transformers import (
 
 from d2f_hf import D2FGenerationConfig, D2FLLaDAForBlockDiffusion
 from prompts import pad, random_prompts
-from tiny_models import EOS, LETTERS, MASK, PAD, VOCAB_SIZE, ScriptedModel, letter_tokenizer, sure_of, tiny_model
+from tiny_models import (
+    BLOCK_DECODINGS,
+    EOS,
+    LETTERS,
+    MASK,
+    PAD,
+    VOCAB_SIZE,
+    ScriptedModel,
+    letter_tokenizer,
+    sure_of,
+    tiny_model,
+)
 
 # B batch, P prompt tokens
 
@@ -68,7 +78,7 @@ BAD_PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 @pytest.mark.parametrize("kind", BAD_PROMPTS)
 def test_prompts_that_are_no_batch_of_token_ids_are_refused_before_the_first_forward(kind, decoding):
     """Each ended somewhere inside of transformers or the loop, in an error that does not name the argument."""
@@ -114,7 +124,7 @@ def test_ids_of_any_integer_type_and_masks_of_any_type_are_the_same(dtype, mask_
     assert output.equal(expected) and output.dtype == torch.long
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_padding_may_be_of_ids_that_the_vocabulary_does_not_have(decoding):
     """Padding of -100 is read by no one, but was looked up in the embeddings by the bidirectional loops."""
     model, prompts = tiny_model(), random_prompts([2, 6])
@@ -269,7 +279,7 @@ def test_a_streamer_hears_nothing_of_a_call_that_is_refused():
 def test_a_model_without_weights_is_refused():
     with torch.device("meta"):
         model = D2FLLaDAForBlockDiffusion(tiny_model().config)
-    for decoding in DECODING_MODES:
+    for decoding in BLOCK_DECODINGS:
         with pytest.raises(ValueError, match="meta device.*from_pretrained"):
             model.generate(PROMPT, max_new_tokens=4, decoding=decoding)
     half = tiny_model()
@@ -307,7 +317,7 @@ def test_a_model_that_prepares_inputs_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_a_model_whose_weights_are_offloaded_decodes(where, decoding, tmp_path):
     """Its weights are on "meta" then, and its prompts have to go to where they are fetched."""
     accelerate = pytest.importorskip("accelerate")
@@ -325,7 +335,7 @@ def test_a_model_whose_weights_are_offloaded_decodes(where, decoding, tmp_path):
             assert tokens.tolist() == expected[number, 6:][: len(tokens)].tolist()
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 @pytest.mark.parametrize("way", ["context", "default"])
 def test_the_default_device_changes_nothing(decoding, way):
     """The state of decoding is on the host, but was made with factory calls that follow the default device."""
@@ -377,7 +387,7 @@ def test_the_default_device_changes_nothing_in_a_stream():
 @pytest.mark.parametrize(
     "name", ["temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"]
 )
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_every_option_of_sampling_works_in_every_decoding(name, decoding):
     """`top_h` was taken for a processor of the caller, which decodes from left to right or not at all."""
     model = ScriptedModel(torch.zeros(20, VOCAB_SIZE))
@@ -402,7 +412,7 @@ PROMPT_LEARNING = {
 }
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 @pytest.mark.parametrize("kind", PROMPT_LEARNING)
 def test_adapters_that_learn_prompts_are_refused_by_name(kind, decoding):
     """`generate` gave the base model's tokens, whatever was trained: no loop reads the virtual tokens."""
@@ -539,7 +549,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_any_generation_config_can_be_assigned_to_a_model(kind, decoding):
     """`model.generation_config = GenerationConfig(...)` ended each call in an AttributeError."""
     expected = tiny_model().generate(PROMPT, max_new_tokens=12, decoding=decoding)
@@ -674,7 +684,7 @@ def test_a_peft_model_takes_a_plain_generation_config():
         assert model.generate(input_ids=PROMPT).equal(expected)
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_a_model_whose_config_asks_for_tuples_decodes(decoding):
     """`config.return_dict = False` once ended in "'tuple' object has no attribute 'logits'"."""
     model, inputs = tiny_model(), pad(random_prompts([3, 6]), "left")

@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from peft import PeftModel
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -26,6 +25,7 @@ from golden_data import GOLDEN, ExpectedRun, GoldenRun, expected_until_eos, gold
 from prompts import pad, random_prompts
 from reference_decoding import ReferenceResult, reference_decode
 from tiny_models import (
+    BLOCK_DECODINGS,
     EOS,
     LETTERS,
     MASK,
@@ -257,7 +257,7 @@ def test_holes_in_the_attention_mask_are_padding():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("block_size", [1, 4, 7])
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_max_new_tokens_is_exact(max_new_tokens, block_size, decoding):
     model = ScriptedModel(sure_of([1] * 20))
     options = {"max_new_tokens": max_new_tokens, "block_size": block_size, "decoding": decoding}
@@ -338,7 +338,7 @@ def test_flat_logits_at_threshold_one_take_at_most_one_forward_per_token(block_s
     assert all(len(step["accepted"]) == 1 for step in output.trace[0])
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_the_mask_token_is_never_sampled(decoding):
     logits = torch.zeros(9, VOCAB_SIZE)
     logits[:, MASK], logits[:, 4] = 20.0, 10.0
@@ -350,7 +350,7 @@ def test_the_mask_token_is_never_sampled(decoding):
     assert MASK not in sampled
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_an_empty_prompt_is_an_error_that_names_the_way_out(decoding):
     model = random_model()
     with pytest.raises(ValueError, match="BOS"):
@@ -361,7 +361,7 @@ def test_an_empty_prompt_is_an_error_that_names_the_way_out(decoding):
         model.generate(torch.zeros(1, 0, dtype=torch.long), decoding=decoding)
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_special_tokens_inside_the_prompt_are_text_like_any_other(decoding):
     """The reference takes an EOS or a mask in the prompt for one of the response, and ends or never ends."""
     model = random_model()
@@ -387,19 +387,19 @@ def test_a_block_far_longer_than_the_response_costs_nothing_and_changes_nothing(
 
 def test_ids_may_be_of_any_integer_type():
     model, prompt = random_model(), torch.tensor([[1, 2, 3]])
-    for decoding in DECODING_MODES:
+    for decoding in BLOCK_DECODINGS:
         expected = model.generate(prompt, max_new_tokens=5, decoding=decoding)
         assert model.generate(prompt.int(), max_new_tokens=5, decoding=decoding).equal(expected)
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_max_time_ends_decoding_at_once(decoding):
     model = ScriptedModel(sure_of(range(31), dict.fromkeys(range(1, 31), 99)))
     output = model.generate(torch.tensor([[0]]), max_new_tokens=30, block_size=5, max_time=1e-9, decoding=decoding)
     assert len(model.calls) == 1 and output.shape[1] <= 6
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_the_padding_token_may_be_the_eos_token(decoding):
     model = random_model()
     prompts = random_prompts([2, 6, 4], seed=9)
@@ -436,7 +436,7 @@ def test_a_prompt_has_to_fit_into_the_positions_of_the_model():
     assert model.generate(torch.ones(1, 7, dtype=torch.long), max_new_tokens=1).shape == (1, 8)
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_numbers_raise(decoding, do_sample, value):
@@ -469,7 +469,7 @@ def sampled_distribution(logits: torch.Tensor, temperature: float = 1.0, top_k: 
     return torch.zeros_like(p).index_copy(0, kept, p[kept] / p[kept].sum())
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_each_row_is_sampled_from_its_own_distribution(sampling, decoding):
     num_samples = 1500
@@ -548,7 +548,7 @@ def test_a_stopping_criterion_is_asked_about_each_token_of_the_gapless_prefix():
     assert output.tokens_per_forward.item() == 2.0
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_stop_strings_end_a_row_where_the_prefix_first_holds_them(decoding):
     tokenizer = letter_tokenizer()
     texts = ["a start. the end. more of it", "a start no full stop at all!"]
@@ -593,7 +593,7 @@ class RecordingStreamer(TextDiffusionStreamer):
         self.events.append(("end", None))
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_a_streamer_gets_the_prompt_then_exactly_the_gapless_prefix_as_it_grows(decoding):
     streamer = RecordingStreamer()
     output = streamed_model().generate(
@@ -646,7 +646,7 @@ def test_a_model_without_a_mask_token_cannot_decode():
         tiny_model(mask_token_id=None).generate(torch.tensor([[1]]), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_scores_and_logits_are_those_that_each_token_was_chosen_from(decoding):
     model = random_model(seed=7)
     inputs = pad(random_prompts([3, 6], seed=2), "left")
@@ -668,7 +668,7 @@ def test_scores_and_logits_are_those_that_each_token_was_chosen_from(decoding):
     assert transition.shape == (2, length) and (transition <= 0).all()
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_a_generator_decides_the_sample_whatever_the_global_seed(decoding):
     model = ScriptedModel(torch.zeros(9, VOCAB_SIZE))
     options = {"max_new_tokens": 8, "do_sample": True, "decoding": decoding}

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from d2f_hf.modeling.logits_process_d2f import depends_on_previous_tokens, is_known
 from transformers import (
     LogitsProcessor,
@@ -19,7 +18,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from prompts import pad, random_prompts
-from tiny_models import EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
+from tiny_models import BLOCK_DECODINGS, EOS, MASK, PAD, VOCAB_SIZE, ScriptedModel, sure_of, tiny_model
 
 
 class Recorder(LogitsProcessor):
@@ -63,7 +62,7 @@ def test_a_processor_sees_rows_of_a_batch_at_the_length_of_the_batch():
     assert recorder.seen == [[[MASK, MASK, 0]] * 2, [[0, 1, 2]] * 2]
 
 
-@pytest.mark.parametrize("decoding", DECODING_MODES)
+@pytest.mark.parametrize("decoding", BLOCK_DECODINGS)
 def test_the_repetition_penalty_equals_the_hand_computation(decoding):
     """Penalty 2 halves the logits 4, 3, 2.5 of seen tokens: 2, 3, 2.5, then 2, 1.5, 2.5, then 2, 1.5, 1.25."""
     logits = torch.zeros(9, VOCAB_SIZE)

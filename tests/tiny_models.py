@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from d2f_hf.modeling.configuration_d2f import D2FConfig
+from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
 from d2f_hf.modeling.sampler import Sampler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +34,8 @@ FAMILIES = {
     "llama": (D2FLlamaConfig, D2FLlamaForBlockDiffusion, DREAM_NAMES),
     "qwen3": (D2FQwen3Config, D2FQwen3ForBlockDiffusion, DREAM_NAMES),
 }
+# The decodings of models without a causal mode. The other one has the tests of test_autoregressive_decoding.py.
+BLOCK_DECODINGS = tuple(mode for mode in DECODING_MODES if mode != "autoregressive")
 GOLDEN_FAMILIES = ("llada", "dream")  # those with tiny models of the original code in golden/
 # Nothing as in the other tiny models: a width that is no power of 2, grouped heads, a tied head, low special ids.
 OTHER = {
