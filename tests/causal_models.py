@@ -33,7 +33,7 @@ LONG_ROPES = (
 
 
 def stock_model(
-    config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], seed: int = 0, **options
+    config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], seed: int = 0, scale: float = 0.25, **options
 ) -> PreTrainedModel:
     """A random model of transformers with weights large enough for its predictions to differ."""
     defaults = {
@@ -51,7 +51,7 @@ def stock_model(
     model = model_class(config_class(**{**defaults, **options})).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
-        weight.data.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+        weight.data.normal_(1.0 if "norm" in name else 0.0, scale, generator=generator)
     return model
 
 
@@ -67,7 +67,7 @@ def with_its_weights(stock: PreTrainedModel, model_class: type[D2FForBlockDiffus
 @torch.no_grad()
 def assert_equal_to_stock(config_class, model_class, own_class, dtype=torch.float32, tolerance=1e-5, **options):
     """Whole, padded at the left, and in pieces with a cache."""
-    stock = stock_model(config_class, model_class, **options).to(dtype)
+    stock = stock_model(config_class, model_class, scale=0.2, **options).to(dtype)
     own = with_its_weights(stock, own_class).to(dtype)
     is_causal = {"prompt_lengths": torch.zeros(2, dtype=torch.long), "block_size": 1}
     ids = torch.randint(0, VOCAB_SIZE - 2, (2, 40), generator=torch.Generator().manual_seed(1))
