@@ -33,7 +33,11 @@ LONG_ROPES = (
 
 
 def stock_model(
-    config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], seed: int = 0, scale: float = 0.25, **options
+    config_class: type[PreTrainedConfig],
+    model_class: type[PreTrainedModel],
+    seed: int = 0,
+    scale: float = 0.25,
+    **options,
 ) -> PreTrainedModel:
     """A random model of transformers with weights large enough for its predictions to differ."""
     defaults = {
