@@ -8,6 +8,7 @@ from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 BLOCK_ALIGNMENTS = ("prompt", "sequence")
+TRAINED_FOR = ("vanilla", "autoregressive")
 
 
 def published_class(cls: type) -> type:
@@ -54,6 +55,9 @@ class D2FConfig(PreTrainedConfig):
             the prompt is block-causal too, and its last tokens may share a block with the first ones of the response.
         has_causal_mode (`bool`): Without masks and under a causal mask the model is an autoregressive one: its logits
             at position i predict token i + 1. `decoding="autoregressive"` is for such a model.
+        trained_for (`str`, *optional*): The `decoding` that an original checkpoint was trained for, and nothing else:
+            `"vanilla"` or `"autoregressive"`. `generate` warns once of another. `None`: it was trained for pipelined
+            decoding, or nothing is known. `load_d2f_model` sets it, an adapter and training clear it.
         mask_token_id (`int`, *optional*): The token that stands for "not decoded yet".
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): As everywhere in transformers.
 
@@ -73,6 +77,7 @@ class D2FConfig(PreTrainedConfig):
     block_size: int = 32
     block_alignment: str = "prompt"
     has_causal_mode: bool = False
+    trained_for: str | None = None
     mask_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -168,6 +173,8 @@ class D2FConfig(PreTrainedConfig):
             raise ValueError(
                 f"`block_alignment` must be one of {BLOCK_ALIGNMENTS}, but it is {self.block_alignment!r}."
             )
+        if self.trained_for not in (None, *TRAINED_FOR):
+            raise ValueError(f"`trained_for` must be None or one of {TRAINED_FOR}, but it is {self.trained_for!r}.")
         if self.has_causal_mode and not self.right_shift_logits:
             raise ValueError(
                 "`has_causal_mode` must be False where `right_shift_logits` is False, but it is True: an "

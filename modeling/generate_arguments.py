@@ -175,8 +175,17 @@ def _check_attention_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
         )
 
 
+# What else a model does well that was trained for one `decoding`, and what makes another one of it.
+_ALSO_TRAINED_FOR = {"vanilla": ("vanilla", "fast_dllm"), "autoregressive": ("autoregressive",)}
+_WAY_OUT = {
+    "vanilla": "Take decoding='vanilla' or decoding='fast_dllm', load it with the D2F adapter that belongs to it, or "
+    "distil it with `D2FTrainer`",
+    "autoregressive": "Take decoding='autoregressive', or train it with `D2FTrainer` first",
+}
+
+
 def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
-    """Refuses a `decoding` that the model cannot do."""
+    """Refuses a `decoding` that the model cannot do, and warns once of one that it was never trained for."""
     if config.decoding == "autoregressive" and not model.config.has_causal_mode:
         raise ValueError(
             "`decoding` must not be 'autoregressive' for a model with has_causal_mode=False: under a causal mask "
@@ -186,6 +195,13 @@ def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
         raise ValueError(
             f"`decoding` must not be {config.decoding!r} for a model with block_alignment='sequence': it lets every "
             "token see every other one, and this model reads block by block from the start. Take decoding='d2f'."
+        )
+    trained_for = model.config.trained_for
+    if config.decoding not in _ALSO_TRAINED_FOR.get(trained_for, (config.decoding,)) and not _has_adapter(model):
+        logger.warning_once(
+            f"This {type(model).__name__} was trained for decoding={trained_for!r} alone, and may give bad text with "
+            f"decoding={config.decoding!r}. {_WAY_OUT[trained_for]}. If you have trained it in another way, set "
+            "`model.config.trained_for = None`."
         )
 
 
@@ -249,6 +265,11 @@ def input_device(model: Any) -> torch.device:
 
 
 # ---- adapters ----
+
+
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether a layer has an adapter of peft that is on."""
+    return any(getattr(module, "disable_adapters", None) is False for module in model.modules())
 
 
 def refuse_unread_inputs(model: Any) -> None:

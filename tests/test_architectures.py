@@ -84,6 +84,7 @@ def test_an_autoregressive_checkpoint_loads_as_it_is(model_type, options, tmp_pa
     model = load_d2f_model(tmp_path / "base")
     assert type(model) is STOCK[model_type][2] and not model.training
     assert model.config.has_causal_mode and model.config.right_shift_logits
+    assert model.config.trained_for == "autoregressive"
     assert model.config.block_alignment == "prompt" and model.config.block_size == 32
     assert_near(causal(model), expected)
     if "autoregressive" in DECODING_MODES:
@@ -93,7 +94,8 @@ def test_an_autoregressive_checkpoint_loads_as_it_is(model_type, options, tmp_pa
     model.save_pretrained(tmp_path / "saved")
     again = load_d2f_model(tmp_path / "saved")
     assert causal(again).equal(causal(model))
-    for field in ("mask_token_id", "vocab_size", "has_causal_mode", "right_shift_logits", "rope_parameters"):
+    fields = ("mask_token_id", "vocab_size", "has_causal_mode", "trained_for", "right_shift_logits", "rope_parameters")
+    for field in fields:
         assert getattr(again.config, field) == getattr(model.config, field), field
     assert again.generation_config.to_dict() == model.generation_config.to_dict()
 

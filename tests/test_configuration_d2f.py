@@ -198,9 +198,10 @@ def test_a_config_alone_names_no_code_that_is_not_in_its_folder(family, tmp_path
     [
         ({"block_alignment": "row"}, "`block_alignment` must be one of"),
         ({"has_causal_mode": True, "right_shift_logits": False}, "`has_causal_mode` must be False"),
+        ({"trained_for": "d2f"}, "`trained_for` must be None or one of"),
     ],
 )
-def test_words_about_blocks_and_the_causal_mode_are_checked(options, message):
+def test_words_about_blocks_and_the_training_are_checked(options, message):
     with pytest.raises(Exception, match=message):
         d2f_hf.D2FLLaDAConfig(**options)
 

@@ -400,6 +400,66 @@ def test_every_option_of_sampling_works_in_every_decoding(name, decoding):
     assert output.sequences.shape[1] <= 11 and output.num_forward_passes.item() <= 2
 
 
+@pytest.fixture
+def warned(monkeypatch) -> list[str]:
+    """What is logged as a warning, each text once."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        "d2f_hf.modeling.generate_arguments.logger.warning_once",
+        lambda text: None if text in said else said.append(text),
+    )
+    return said
+
+
+@pytest.mark.parametrize(
+    "trained_for, decoding, way_out",
+    [
+        ("vanilla", "d2f", "decoding='vanilla' or decoding='fast_dllm'"),
+        ("autoregressive", "d2f", "decoding='autoregressive'"),
+        ("autoregressive", "vanilla", "decoding='autoregressive'"),
+        ("autoregressive", "fast_dllm", "decoding='autoregressive'"),
+        ("vanilla", "vanilla", None),
+        ("vanilla", "fast_dllm", None),
+        ("autoregressive", "autoregressive", None),
+        (None, "d2f", None),
+        (None, "vanilla", None),
+    ],
+)
+def test_a_decoding_that_the_model_was_never_trained_for_is_warned_of_once(trained_for, decoding, way_out, warned):
+    """An original LLaDA without an adapter was decoded by D2F, which is the default, without a word."""
+    causal = {"right_shift_logits": True, "has_causal_mode": True} if trained_for == "autoregressive" else {}
+    model = tiny_model(trained_for=trained_for, **causal)
+    said_before_the_first_forward = []
+    model.register_forward_pre_hook(lambda *_: said_before_the_first_forward.append(len(warned)))
+    block = {} if decoding == "autoregressive" else {"block_size": 2}
+    for _ in range(2):
+        model.generate(PROMPT, max_new_tokens=4, decoding=decoding, **block)
+    if way_out is None:
+        assert warned == []
+    else:
+        (text,) = warned
+        assert type(model).__name__ in text and way_out in text and f"decoding={decoding!r}" in text
+        assert "config.trained_for = None" in text and said_before_the_first_forward[0] == 1
+
+
+def test_a_stream_warns_of_its_decoding_too(warned):
+    stream = tiny_model(trained_for="vanilla").open_stream(2, 4, max_new_tokens=4, block_size=2)
+    for _ in range(2):
+        stream.add(PROMPT[0])
+    assert len(warned) == 1
+
+
+def test_an_adapter_that_is_on_makes_another_model_of_it(warned):
+    """What an adapter was trained for is not known. Without it the model is the original again."""
+    model = tiny_model(trained_for="vanilla")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    adapted.generate(PROMPT, max_new_tokens=4, block_size=2)
+    assert warned == []
+    with adapted.disable_adapter():
+        adapted.generate(PROMPT, max_new_tokens=4, block_size=2)
+    assert len(warned) == 1
+
+
 # ---- adapters ----
 
 SIZES = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4, "num_layers": 2, "token_dim": 32, "num_attention_heads": 4}

@@ -120,6 +120,20 @@ def test_base_and_adapter_give_the_logits_of_the_reference(family, merge):
 
 
 @both_families
+def test_the_configuration_says_what_an_original_checkpoint_was_trained_for(family, tmp_path):
+    """`generate` warns where D2F decodes a model that was never distilled; also once the model is saved."""
+    original = load_d2f_model(checkpoint(tmp_path / "base", family))
+    assert original.config.trained_for == "vanilla" and original.generation_config.decoding == "d2f"
+    original.save_pretrained(tmp_path / "saved")
+    assert load_d2f_model(tmp_path / "saved").config.trained_for == "vanilla"
+    adapter = GOLDEN / f"{family}_adapter"
+    for base in (tmp_path / "base", tmp_path / "saved"):
+        for merge in (True, False):
+            assert load_d2f_model(base, adapter, merge=merge).config.trained_for is None
+    assert load_d2f_model(tmp_path / "base", trained_for=None).config.trained_for is None
+
+
+@both_families
 @tied_and_untied
 def test_a_base_alone_gives_the_logits_of_from_pretrained(family, tied, tmp_path):
     model = load_d2f_model(checkpoint(tmp_path / "base", family, tied))

@@ -63,14 +63,15 @@ _LLADA = (D2FLLaDAConfig, D2FLLaDAForBlockDiffusion)
 _DREAM = (D2FDreamConfig, D2FDreamForBlockDiffusion)
 _LLAMA = (D2FLlamaConfig, D2FLlamaForBlockDiffusion)
 _QWEN3 = (D2FQwen3Config, D2FQwen3ForBlockDiffusion)
-_AUTOREGRESSIVE = {"right_shift_logits": True, "has_causal_mode": True}
+_AUTOREGRESSIVE = {"right_shift_logits": True, "has_causal_mode": True, "trained_for": "autoregressive"}
+_VANILLA = {"trained_for": "vanilla"}
 
 # By `model_type` in config.json: that of the original checkpoints, and ours. "llada" is LLaDA-1.5 too, "Dream" is
 # Dream-Coder and DiffuCoder too, "llama" is SmolLM2 too, "qwen2" is Qwen2.5 too, "sdar" is TraDo too.
 ARCHITECTURES = {
-    "llada": Architecture(*_LLADA),
+    "llada": Architecture(*_LLADA, values=_VANILLA),
     "d2f_llada": Architecture(*_LLADA),
-    "Dream": Architecture(*_DREAM),
+    "Dream": Architecture(*_DREAM, values=_VANILLA),
     "d2f_dream": Architecture(*_DREAM),
     "llama": Architecture(*_LLAMA, LlamaConfig, _AUTOREGRESSIVE),
     "mistral": Architecture(*_LLAMA, MistralConfig, _AUTOREGRESSIVE),

@@ -138,6 +138,8 @@ def load_d2f_model(
     config, architecture, is_original, new_mask_id, model_options = _read_config(
         base, hub, options, trained_with, mask_token
     )
+    if adapter is not None:  # and what that was trained for is not known
+        config.trained_for = None
     model_class = architecture.model_class
     if model_options.get("generation_config") is None:
         said = architecture.generation if is_original else {}

@@ -463,9 +463,10 @@ class _AtTheStart(TrainerCallback):
         self.num_passes = int(state.epoch or 0) if has_length(trainer.train_dataset) else 0
         model = base_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
         if model.config.has_causal_mode:  # it is a diffusion model from now on
-            model.config.has_causal_mode = False
+            model.config.has_causal_mode, model.config.trained_for = False, None
             model.generation_config.decoding = "d2f"
         if args.objective == "distillation" or trainer.clean_context:  # it is saved with what it is trained for
+            model.config.trained_for = None
             model.config.block_size = trainer.block_size
             if getattr(model.generation_config, "block_size", None) is not None:  # it would win over that of `config`
                 model.generation_config.block_size = trainer.block_size
