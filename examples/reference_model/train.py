@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
@@ -31,7 +30,13 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from d2f_hf import D2FDataCollator, D2FLLaDAConfig, D2FLLaDAForBlockDiffusion, D2FTrainer, D2FTrainingArguments
+from d2f_hf import (
+    D2FDataCollator,
+    D2FLLaDAForBlockDiffusion,
+    D2FTrainer,
+    D2FTrainingArguments,
+    diffusion_model_from_autoregressive,
+)
 from word_problems import make_problem
 
 HERE = Path(__file__).parent
@@ -174,49 +179,16 @@ def train_twin() -> None:
     save(model, "twin")
 
 
-# Where the weights of the twin go in the teacher. The two compute the same function of a causal sequence.
-TEACHER_NAMES = {
-    "model.embed_tokens.": "model.transformer.wte.",
-    "model.norm.": "model.transformer.ln_f.",
-    "lm_head.": "model.transformer.ff_out.",
-    "model.layers.": "model.transformer.blocks.",
-    "input_layernorm.": "attn_norm.",
-    "post_attention_layernorm.": "ff_norm.",
-    "self_attn.o_proj.": "attn_out.",
-    "self_attn.": "",
-    "mlp.gate_proj.": "ff_proj.",
-    "mlp.up_proj.": "up_proj.",
-    "mlp.down_proj.": "ff_out.",
-}
-
-
 def teacher_from_twin(tokenizer: PreTrainedTokenizerBase) -> D2FLLaDAForBlockDiffusion:
     """A LLaDA model with the twin's weights, whose logits at position i predict token i + 1 as the twin's do."""
-    twin = LlamaForCausalLM.from_pretrained(HERE / "twin", dtype=torch.float32)
-    llama = twin.config
-    config = D2FLLaDAConfig(
-        vocab_size=llama.vocab_size,
-        d_model=llama.hidden_size,
-        n_heads=llama.num_attention_heads,
-        n_layers=llama.num_hidden_layers,
-        mlp_hidden_size=llama.intermediate_size,
-        max_sequence_length=llama.max_position_embeddings,
-        rope_parameters=llama.rope_parameters,
-        rms_norm_eps=llama.rms_norm_eps,
-        right_shift_logits=True,
+    return diffusion_model_from_autoregressive(
+        HERE / "twin",
+        tokenizer,
+        as_llada=True,
         block_size=DECODING_BLOCK_SIZE,
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+        attn_implementation="eager",
     )
-    weights = {}
-    for name, weight in twin.state_dict().items():
-        for old, new in TEACHER_NAMES.items():
-            name = name.replace(old, new)
-        weights[name] = weight
-    teacher = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    teacher.load_state_dict(weights)
-    return teacher
 
 
 def train_teacher() -> None:

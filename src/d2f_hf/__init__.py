@@ -28,6 +28,7 @@ from d2f_hf.modeling import (
 )
 
 if TYPE_CHECKING:
+    from d2f_hf.conversion import diffusion_model_from_autoregressive
     from d2f_hf.data import D2FDataCollator, tokenize_example
     from d2f_hf.loading import load_d2f_model
     from d2f_hf.mask_token import add_mask_token
@@ -53,6 +54,7 @@ _IMPORTED_WHEN_USED = {
     "D2FTrainer": "d2f_hf.trainer",
     "D2FTrainingArguments": "d2f_hf.training_args",
     "add_mask_token": "d2f_hf.mask_token",
+    "diffusion_model_from_autoregressive": "d2f_hf.conversion",
     "load_d2f_model": "d2f_hf.loading",
     "tokenize_example": "d2f_hf.data",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "D2FTrainingArguments",
     "__version__",
     "add_mask_token",
+    "diffusion_model_from_autoregressive",
     "load_d2f_model",
     "tokenize_example",
 ]
