@@ -14,7 +14,16 @@ def test_the_configuration_beside_an_adapter_goes_before_its_generation_config(t
     found = settings_beside_adapter(str(tmp_path), {})
     assert found == {"block_size": 8, "eos_token_id": [3], "has_causal_mode": False}
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert settings_beside_adapter(str(tmp_path / "other"), {}) == {"eos_token_id": 3}
     assert settings_beside_adapter(str(tmp_path / "empty"), {}) == {}
+
+
+def test_a_block_size_beside_an_adapter_says_that_its_base_is_no_longer_autoregressive(tmp_path):
+    """Training saves no more than that, and the model went on to be decoded one token after the other."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"block_size": 4}))
+    assert settings_beside_adapter(str(tmp_path), {}) == {"block_size": 4, "has_causal_mode": False}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

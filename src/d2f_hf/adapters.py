@@ -35,6 +35,8 @@ def settings_beside_adapter(adapter: str, hub: dict[str, Any]) -> dict[str, Any]
         file = find_file(adapter, name, hub)
         values = read_json(file) if file is not None else {}
         settings |= {name: values[name] for name in _DECODING_SETTINGS if values.get(name) is not None}
+    if "block_size" in settings:  # it was trained on masks, so it makes a diffusion model of an autoregressive one
+        settings.setdefault("has_causal_mode", False)
     return settings
 
 

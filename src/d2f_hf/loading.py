@@ -19,7 +19,6 @@ from d2f_hf.architectures import Architecture, architecture_of, config_values
 from d2f_hf.checkpoint_files import checked_headers, checked_path, find_file, read_json, weight_files
 from d2f_hf.mask_token import give_mask_row, named_mask_token, read_vocabulary
 from d2f_hf.modeling import D2FGenerationConfig
-from d2f_hf.modeling.generation_config_d2f import DECODING_MODES
 from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
 
 if TYPE_CHECKING:
@@ -143,9 +142,7 @@ def load_d2f_model(
     model_class = architecture.model_class
     if model_options.get("generation_config") is None:
         said = architecture.generation if is_original else {}
-        # An adapter that training has put settings beside makes a diffusion model of an autoregressive one.
-        is_autoregressive = architecture.is_autoregressive and config.has_causal_mode and not trained_with
-        if is_autoregressive and "autoregressive" in DECODING_MODES:
+        if architecture.is_autoregressive and config.has_causal_mode:
             said = {"decoding": "autoregressive"}
         model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
@@ -410,5 +407,7 @@ def _read_generation_config(
     if is_original:  # the rest sets up a sampler that is not here, such as Dream's `alg` and `steps`
         saved = {name: saved[name] for name in SPECIAL_TOKENS if saved.get(name) is not None}
     saved = {name: value for name, value in saved.items() if name not in options}
+    if saved.get("decoding") == "autoregressive" and not config.has_causal_mode:  # it has an adapter of D2F
+        del saved["decoding"]
     known = D2FGenerationConfig.from_model_config(config).to_dict()
     return D2FGenerationConfig.from_dict({**known, **said, **saved})
