@@ -265,7 +265,9 @@ def no_weights(monkeypatch):
 
 EXPERTS, NORMS, PARTIAL = "mixture of experts", "other norms", "part of each head"
 REFUSED_TYPES = {
-    **dict.fromkeys(["mixtral", "qwen2_moe", "qwen3_moe", "sdar_moe", "llada2_moe", "llada_moe"], EXPERTS),
+    **dict.fromkeys(["mixtral", "qwen2_moe", "qwen3_moe", "sdar_moe", "llada2_moe", "llada_moe", "lladamoe"], EXPERTS),
+    "diffusion_gemma": "replaces tokens by others rather than by a mask",
+    "llava_llada": "reads images too",
     **dict.fromkeys(["cohere", "olmo2", "gemma", "gemma2", "gemma3_text"], NORMS),
     **dict.fromkeys(["phi", "stablelm", "gpt_neox", "glm4"], PARTIAL),
     "ministral": "sliding window",

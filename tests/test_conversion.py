@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,8 @@ def test_which_token_is_the_mask(own, mask_token, expected, tmp_path):
     model = diffusion_model_from_autoregressive(base(tmp_path)[0], tokenizer, mask_token=mask_token)
     assert tokenizer.mask_token == expected and model.config.mask_token_id == tokenizer.mask_token_id
     if is_new:
-        weight = model.get_input_embeddings().weight
+        embedding: Any = model.get_input_embeddings()
+        weight = embedding.weight
         others = [i for i in range(len(weight)) if i != tokenizer.mask_token_id]
         torch.testing.assert_close(weight[tokenizer.mask_token_id], weight[others].mean(0))
 

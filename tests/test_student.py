@@ -333,6 +333,23 @@ def test_the_block_size_that_was_trained_is_saved(tmp_path):
     assert (merged.config.block_size, merged.config.use_cache) == (8, True)
 
 
+@pytest.mark.parametrize(
+    "options, trained_for",
+    [
+        ({"objective": "distillation"}, None),
+        ({"objective": "masked_diffusion", "clean_context": True}, None),
+        ({"objective": "masked_diffusion"}, "vanilla"),
+    ],
+)
+def test_an_original_model_is_no_longer_one_once_it_is_trained_in_blocks(options, trained_for, tmp_path):
+    """`generate` warns of pipelined decoding of an original model. Its own objective leaves it one."""
+    model = tiny_model(trained_for="vanilla")
+    trainer = D2FTrainer(model, arguments(tmp_path, **options), train_dataset=tiny_dataset())
+    assert model.config.trained_for == "vanilla"
+    trainer.train()
+    assert model.config.trained_for == trained_for
+
+
 def test_the_block_size_is_saved_without_an_adapter_too(tmp_path):
     args = arguments(tmp_path / "runs", block_size=8, save_strategy="steps", save_steps=3)
     trainer = D2FTrainer(tiny_model(), args, train_dataset=tiny_dataset(), teacher_model=tiny_model())

@@ -110,10 +110,12 @@ _NORMS = "a model with other norms or another order of them, which needs layers 
 _PARTIAL = "a model that rotates a part of each head only, which needs a rotary embedding of its own"
 _WINDOWS = "a model whose layers see a part of the text only, which needs a cache and masks with a sliding window"
 _OTHER_LAYERS = "a model with layers of another kind, which needs an architecture of its own"
+_NO_MASKS = "a diffusion model that replaces tokens by others rather than by a mask, which needs another decoding"
+_IMAGES = "a model that reads images too, which needs an encoder for them"
 _NOT_HERE = {
     **dict.fromkeys(
-        "mixtral qwen2_moe qwen3_moe sdar_moe llada_moe llada2_moe olmoe deepseek_v2 deepseek_v3 phimoe granitemoe "
-        "jamba dbrx gpt_oss ernie4_5_moe glm4_moe jetmoe minimax hunyuan_v1_moe llama4 llama4_text".split(),
+        "mixtral qwen2_moe qwen3_moe sdar_moe llada_moe lladamoe llada2_moe olmoe deepseek_v2 deepseek_v3 phimoe "
+        "granitemoe jamba dbrx gpt_oss ernie4_5_moe glm4_moe jetmoe minimax hunyuan_v1_moe llama4 llama4_text".split(),
         _EXPERTS,
     ),
     **dict.fromkeys(
@@ -123,6 +125,8 @@ _NOT_HERE = {
     ),
     **dict.fromkeys("phi phi3 stablelm gpt_neox persimmon glm glm4 gptj codegen".split(), _PARTIAL),
     **dict.fromkeys("ministral mistral3 smollm3".split(), _WINDOWS),
+    **dict.fromkeys(["diffusion_gemma"], _NO_MASKS),
+    **dict.fromkeys(["llava_llada"], _IMAGES),
     **dict.fromkeys("qwen3_next mamba mamba2 rwkv granite recurrent_gemma".split(), _OTHER_LAYERS),
 }
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
