@@ -3,11 +3,11 @@
     python -m benchmarks.decoding
     python -m benchmarks.decoding --problems 200    # scores to half a point
 
-answers word problems with the reference models in six ways: the autoregressive twin under transformers' own
-`generate`, the teacher's vanilla sampler at one token per step, Fast-dLLM with prefix and with dual cache on the
-teacher, and the D2F student block by block and pipelined. They take turns on the same prompts and are warm. Tokens
-count up to the first EOS; vanilla and Fast-dLLM, whose loops do not stop there, decode the whole length, as the
-originals do.
+answers word problems with the reference models in seven ways: the autoregressive twin under transformers' own
+`generate` and under our loop, the teacher's vanilla sampler at one token per step, Fast-dLLM with prefix and with dual
+cache on the teacher, and the D2F student block by block and pipelined. They take turns on the same prompts and are
+warm. Tokens count up to the first EOS; vanilla and Fast-dLLM, whose loops do not stop there, decode the whole length,
+as the originals do.
 The columns are those of `d2f_hf.benchmarking`: tokens/s, tokens per forward, latency (p50, p95), time to first token
 (TTFT), response tokens, score, forwards, and how the time of a call is split (all times in milliseconds). Then come
 tokens/s by batch size, and what the loop adds to the forwards of the student.
@@ -59,6 +59,7 @@ from benchmarks.stages import Stages, mean_stages, measure_stages
 from d2f_hf.benchmarking import (
     Measurement,
     System,
+    answer_in_batches,
     batch_tokens_per_second,
     left_padded,
     measure,
@@ -66,7 +67,7 @@ from d2f_hf.benchmarking import (
     speed_up,
     summarize,
 )
-from reference_models import D2F, DUAL, HERE, MAX_NEW_TOKENS, TWIN, VANILLA, ReferenceModels
+from reference_models import D2F, DUAL, HERE, MAX_NEW_TOKENS, OWN_TWIN, TWIN, VANILLA, ReferenceModels
 from word_problems import Problem, make_problems
 
 CAREFUL, CAREFUL_OPTIONS = "D2F at threshold 0.99", {"confidence_threshold": 0.99}
@@ -177,6 +178,7 @@ def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     for name, target in ((TWIN, 4.0), (VANILLA, 50.0), (DUAL, 2.5)):
         scores = (rows[D2F]["score"], rows[name]["score"])
         figures += comparison(D2F, measurements[D2F], name, measurements[name], target, scores)
+    figures += own_loop_figures(measurements, systems, prompts[: args.batch_problems], models)
     figures += batch_figures(systems, prompts[: args.batch_problems], models, args)
     figures += student_figures(systems[D2F], prompts, models, args)
     return {"figures": figures, "systems": rows}, models.student
@@ -192,9 +194,10 @@ def benchmark_targets(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         D2F: systems[D2F],
         CAREFUL: System(models.student, {**systems[D2F].options, **CAREFUL_OPTIONS}),
         TWIN: systems[TWIN],
+        OWN_TWIN: systems[OWN_TWIN],
         DUAL: systems[DUAL],
     }
-    measurements = measure(fast, prompts[: args.problems], progress=progress("D2F, twin, Fast-dLLM"))
+    measurements = measure(fast, prompts[: args.problems], progress=progress("D2F, twins, Fast-dLLM"))
     scores = {
         name: score([models.text(m.response_ids) for m in of_system], problems)
         for name, of_system in measurements.items()
@@ -203,6 +206,7 @@ def benchmark_targets(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     for name, baseline, target in ((D2F, TWIN, 4.0), (CAREFUL, TWIN, 4.0), (D2F, DUAL, 2.5)):
         pair = (scores[name], scores[baseline])
         engine += comparison(name, measurements[name], baseline, measurements[baseline], target, pair)
+    engine += own_loop_figures(measurements, systems, prompts[: args.batch_problems], models)
     engine += [
         Figure(VANILLA_RATIO, value[VANILLA_RATIO], 50.0),
         *student_figures(systems[D2F], prompts, models, args),
@@ -228,6 +232,35 @@ def comparison(
         Figure(f"{name} tokens/s over {baseline} tokens/s, median over problems", ratio, target),
         Figure(f"{name} score less {baseline} score, points", scores[0] - scores[1], -1.0),
     ]
+
+
+def own_loop_figures(
+    measurements: dict[str, list[Measurement]],
+    systems: dict[str, System],
+    prompts: Sequence[Any],
+    models: ReferenceModels,
+) -> list[Figure]:
+    """Our autoregressive loop against that of transformers, with the same weights: its speed, and equal answers.
+
+    In bfloat16 rounding may turn over a choice between two tokens, so the answers have a target in float32 only.
+    """
+    own, stock = measurements[OWN_TWIN], measurements[TWIN]
+    same = same_answers([m.response_ids for m in own], [m.response_ids for m in stock])
+    exact, batch_size = [], min(16, len(prompts))
+    for system in (systems[OWN_TWIN], systems[TWIN]):
+        system = System(copy.deepcopy(system.model).float(), system.options)
+        exact.append(answer_in_batches(system, prompts, models.tokenizer.pad_token_id, batch_size)[0])
+    ratio = speed_up(own, stock).median
+    return [
+        Figure(f"{OWN_TWIN} tokens/s over {TWIN} tokens/s, median over problems", ratio, 1.0),
+        Figure(f"{OWN_TWIN}: answers as of {TWIN}, %", same),
+        Figure(f"{OWN_TWIN}, float32, batch {batch_size}: answers as of {TWIN}, %", same_answers(*exact), 100.0),
+    ]
+
+
+def same_answers(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
+    """Percentage of the answers that are the others in every token."""
+    return 100 * sum(a == b for a, b in zip(answers, others, strict=True)) / len(answers)
 
 
 def columns(measurements: Sequence[Measurement], stages: Sequence[Stages], score: float) -> dict[str, float]:
@@ -259,9 +292,9 @@ def print_columns(rows: dict[str, dict[str, float]]) -> None:
 def batch_figures(
     systems: dict[str, System], prompts: Sequence[Any], models: ReferenceModels, args: argparse.Namespace
 ) -> list[Figure]:
-    """Tokens per second by batch size, of D2F and of the twin."""
+    """Tokens per second by batch size, of D2F and of the twin under both loops."""
     measurements = measure_batches(
-        {name: systems[name] for name in (D2F, TWIN)},
+        {name: systems[name] for name in (D2F, TWIN, OWN_TWIN)},
         prompts,
         models.tokenizer.pad_token_id,
         args.batch_sizes,

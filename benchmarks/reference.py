@@ -85,7 +85,7 @@ def load_models(folder: Path, dtype: str, device: str = "cpu") -> ReferenceModel
         models = load(folder, dtype)
     except FileNotFoundError as error:
         sys.exit(str(error))
-    for model in (models.student, models.teacher, models.twin):
+    for model in (models.student, models.teacher, models.twin, models.own_twin):
         model.to(device)
     return models
 

@@ -214,7 +214,7 @@ class D2FGenerationMixin(GenerationMixin):
     def _validate_generation_mode(self, generation_mode, *args, **kwargs):
         if generation_mode not in self._supported_generation_modes:
             raise ValueError(
-                f"`generate` decodes by {generation_mode.value} with these arguments, which block diffusion cannot. "
+                f"`generate` decodes by {generation_mode.value} with these arguments, which no `decoding` does. "
                 "Leave out `num_beams`, `assistant_model` and the like; `do_sample` and `num_return_sequences` work."
             )
         super()._validate_generation_mode(generation_mode, *args, **kwargs)

@@ -54,7 +54,7 @@ def integer_from(smallest: int) -> Check:
 
 
 def left_out(*neutral: Any) -> Check:
-    must_be = "left out (block diffusion does not support it; an autoregressive model does)"
+    must_be = "left out (no value of `decoding` supports it)"
     return Check(must_be, lambda value: isinstance(value, (bool, int, float)) and value in neutral)
 
 

@@ -27,7 +27,7 @@ def models():
     teacher = D2FLLaDAForBlockDiffusion.from_pretrained(HERE / "teacher", dtype=torch.float32)
     student = PeftModel.from_pretrained(teacher, str(HERE / "student")).merge_and_unload().eval()
     tokenizer = AutoTokenizer.from_pretrained(HERE / "tokenizer")
-    return ReferenceModels(tokenizer, twin=None, teacher=None, student=student)
+    return ReferenceModels(tokenizer, twin=None, own_twin=None, teacher=None, student=student)
 
 
 def row(sampler="threshold", scores=(90.0, 92.0), tokens_per_forward=4.0, branches=1, block_size=5):

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
-from d2f_hf import D2FLLaDAForBlockDiffusion
+from d2f_hf import D2FLLaDAForBlockDiffusion, load_d2f_model
 from d2f_hf.benchmarking import System
 
 HERE = Path(__file__).parent
@@ -33,16 +33,21 @@ MAX_NEW_TOKENS = 256
 # Of the vanilla sampler with one token per step: the best one on validation problems (benchmarks.reference --search).
 TEACHER_BLOCK_SIZE = 1
 D2F, TWIN, VANILLA = "D2F", "autoregressive twin", "vanilla"
+OWN_TWIN = "autoregressive twin, our loop"
 BLOCK_BY_BLOCK = "block by block"
 PREFIX, DUAL = "Fast-dLLM, prefix cache", "Fast-dLLM, dual cache"
 
 
 @dataclass(frozen=True)
 class ReferenceModels:
-    """`student` is the D2F model, `teacher` its vanilla original, `twin` the autoregressive model of the same size."""
+    """`student` is the D2F model, `teacher` its vanilla original, `twin` the autoregressive model of the same size.
+
+    `own_twin` has the twin's weights in the class of this package, whose loop decodes it.
+    """
 
     tokenizer: Any
     twin: Any
+    own_twin: Any
     teacher: Any
     student: Any
 
@@ -61,7 +66,7 @@ class ReferenceModels:
         teacher_block_size: int = TEACHER_BLOCK_SIZE,
         fast_dllm_block_size: int = 32,
     ) -> dict[str, System]:
-        """The six ways to answer a prompt, by name; all have the same limit and the same EOS.
+        """The seven ways to answer a prompt, by name; all have the same limit and the same EOS.
 
         Args:
             max_new_tokens (`int`): Limit of a response.
@@ -77,6 +82,7 @@ class ReferenceModels:
         }
         return {
             TWIN: System(self.twin, {**limit, "do_sample": False, "use_cache": True}),
+            OWN_TWIN: System(self.own_twin, {**limit, "decoding": "autoregressive"}),
             VANILLA: System(self.teacher, {**limit, "decoding": "vanilla", "block_size": teacher_block_size}),
             PREFIX: System(self.teacher, {**fast_dllm, "block_cache": "prefix"}),
             DUAL: System(self.teacher, {**fast_dllm, "block_cache": "dual"}),
@@ -109,6 +115,7 @@ def load(models: Path, dtype: str) -> ReferenceModels:
     return ReferenceModels(
         tokenizer=tokenizer,
         twin=AutoModelForCausalLM.from_pretrained(models / "twin", dtype=dtype).eval(),
+        own_twin=load_d2f_model(models / "twin", dtype=dtype, mask_token_id=tokenizer.mask_token_id),
         teacher=model_class.from_pretrained(models / "teacher", dtype=dtype).eval(),
         student=student,
     )
