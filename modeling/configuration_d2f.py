@@ -7,6 +7,8 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from .draft_adapter import check_drafter
+
 BLOCK_ALIGNMENTS = ("prompt", "sequence")
 TRAINED_FOR = ("vanilla", "autoregressive")
 
@@ -206,6 +208,8 @@ class D2FDecoderConfig(D2FConfig):
         tie_word_embeddings (`bool`): The head is the embedding.
         initializer_range (`float`): Standard deviation of new weights.
         right_shift_logits (`bool`): `True`: logits at position i predict token i + 1.
+        drafter (`dict`, *optional*): The model has a drafter for `decoding="verified"`: low-rank adapters of `rank`,
+            multiplied by `alpha / rank` (`alpha` is `rank` by default), which act at the masks of a draft only.
         block_size, mask_token_id, ...: See [`D2FConfig`].
 
     Raises:
@@ -250,6 +254,7 @@ class D2FDecoderConfig(D2FConfig):
     tie_word_embeddings: bool = False
     initializer_range: float | int = 0.02
     right_shift_logits: bool = True
+    drafter: dict | None = None
 
     def __post_init__(self, **kwargs):
         windowed = sorted({kind for kind in kwargs.get("layer_types") or () if kind != "full_attention"})
@@ -262,3 +267,8 @@ class D2FDecoderConfig(D2FConfig):
         if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:  # else it is refused
             self.head_dim = self.hidden_size // heads
         super().__post_init__(**kwargs)
+
+    def validate_drafter(self):
+        """Part of the `@strict` validation of the base class."""
+        if self.drafter is not None:
+            check_drafter(self.drafter)

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_d2f import D2FRotaryEmbedding, attention_function_of, full_mask
 from .block_causal import positions_without_padding
 from .configuration_d2f import D2FConfig, published_class
+from .draft_adapter import DraftAdapter
 from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
 
@@ -96,6 +97,11 @@ class D2FPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]  # of old checkpoints; they are computed here
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DraftAdapter):
+            module.reset_parameters()
 
     @property
     def device(self) -> torch.device:
@@ -220,6 +226,12 @@ class D2FModel(D2FPreTrainedModel):
         """The norm behind the last layer."""
         raise NotImplementedError
 
+    def draft_inputs(
+        self, inputs_embeds: torch.Tensor, is_drafted: torch.BoolTensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the layers read, `(B, L, hidden_size)`, and the gate of a drafter `(B, L, 1)`, which most have not."""
+        return inputs_embeds, None
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -260,6 +272,7 @@ class D2FModel(D2FPreTrainedModel):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+        inputs_embeds, draft_gate = self.draft_inputs(inputs_embeds, kwargs.pop("is_drafted", None))
         if position_ids is None:
             if attention_mask is not None and attention_mask.dim() == 2:
                 position_ids = positions_without_padding(attention_mask)[:, -inputs_embeds.shape[1] :]
@@ -272,6 +285,8 @@ class D2FModel(D2FPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         kwargs["attention_function"] = attention_function_of(self.config, has_options=bool(kwargs))  # for all layers
+        if draft_gate is not None:
+            kwargs["draft_gate"] = draft_gate
         for layer in self.get_layers():
             hidden_states = layer(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return self.get_final_norm()(hidden_states)
@@ -341,6 +356,8 @@ class D2FForBlockDiffusion(D2FPreTrainedModel, D2FGenerationMixin):
             labels (`torch.LongTensor` of shape `(B, L)`, *optional*): The true tokens at the positions that the loss
                 is about (the masked ones), -100 elsewhere.
             use_cache (`bool`, *optional*): Of no effect: a cache is used if it is passed.
+            is_drafted (`torch.BoolTensor` of shape `(B, L)`, *optional*): The masks of a draft, which a model with
+                `config.drafter` reads with its drafter. Others take no notice.
             logits_to_keep (`int`, `torch.Tensor` or a pair of them): The last so many positions (0: all), a vector of
                 positions, a bool mask `(B, L)`, which gives logits `(M, V)` in row-major order, or rows and positions,
                 `(M,)` each, which give `(M, V)` too and make no accelerator wait.

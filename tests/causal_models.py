@@ -4,11 +4,26 @@
 
 import torch
 from d2f_hf.modeling.modeling_d2f import D2FForBlockDiffusion
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from d2f_hf import D2FCache
+from d2f_hf import D2FCache, D2FDreamForBlockDiffusion, D2FLlamaForBlockDiffusion, D2FQwen3ForBlockDiffusion
 
 VOCAB_SIZE = 80
+MASK = 0  # it is never chosen here, so the stock class is kept from choosing it
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, D2FLlamaForBlockDiffusion),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, D2FDreamForBlockDiffusion),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, D2FQwen3ForBlockDiffusion),
+}
 # Tied and untied heads, grouped heads, heads of their own width.
 SHAPES = (
     {},
@@ -98,3 +113,20 @@ def assert_equal_to_stock(config_class, model_class, own_class, dtype=torch.floa
             cache=cache,
         )
         torch.testing.assert_close(piece.logits, expected[:, start:end], rtol=0, atol=tolerance)
+
+
+def models(family: str = "llama", seed: int = 0):
+    """A random model of transformers, and ours with its weights and a mask token."""
+    config_class, stock_class, own_class = FAMILIES[family]
+    stock = stock_model(config_class, stock_class, seed, head_dim=12) if family == "qwen3" else None
+    stock = stock_model(config_class, stock_class, seed) if stock is None else stock
+    return stock, with_its_weights(stock, own_class, mask_token_id=MASK)
+
+
+def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Padded at the left."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(1, VOCAB_SIZE - 2, (len(lengths), width), generator=generator)
+    mask = torch.tensor([[int(i >= width - length) for i in range(width)] for length in lengths])
+    return {"input_ids": ids.masked_fill(mask == 0, VOCAB_SIZE - 2), "attention_mask": mask}

@@ -11,54 +11,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     CompileConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
 import reference_models
-from causal_models import VOCAB_SIZE, stock_model, with_its_weights
+from causal_models import FAMILIES, MASK, VOCAB_SIZE, models, prompts
 from d2f_hf import (
-    D2FDreamForBlockDiffusion,
     D2FGenerationConfig,
-    D2FLlamaForBlockDiffusion,
-    D2FQwen3ForBlockDiffusion,
     load_d2f_model,
 )
 from tiny_models import letter_tokenizer, tiny_model
 from word_problems import make_problems
 
-MASK = 0  # it is never chosen here, so the stock class is kept from choosing it
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, D2FLlamaForBlockDiffusion),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, D2FDreamForBlockDiffusion),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, D2FQwen3ForBlockDiffusion),
-}
 all_families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def models(family: str = "llama", seed: int = 0):
-    config_class, stock_class, own_class = FAMILIES[family]
-    stock = stock_model(config_class, stock_class, seed, head_dim=12) if family == "qwen3" else None
-    stock = stock_model(config_class, stock_class, seed) if stock is None else stock
-    return stock, with_its_weights(stock, own_class, mask_token_id=MASK)
-
-
-def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Padded at the left."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids = torch.randint(1, VOCAB_SIZE - 2, (len(lengths), width), generator=generator)
-    mask = torch.tensor([[int(i >= width - length) for i in range(width)] for length in lengths])
-    return {"input_ids": ids.masked_fill(mask == 0, VOCAB_SIZE - 2), "attention_mask": mask}
 
 
 def assert_same_tokens(stock, own, inputs: dict, **options) -> torch.Tensor:
