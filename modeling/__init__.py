@@ -6,8 +6,9 @@ from .configuration_d2f_dream import D2FDreamConfig
 from .configuration_d2f_llada import D2FLLaDAConfig
 from .configuration_d2f_llama import D2FLlamaConfig
 from .configuration_d2f_qwen3 import D2FQwen3Config
-from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
+from .generation_config_d2f import D2FGenerationConfig
 from .generation_d2f import D2FGenerationMixin
+from .generation_output import D2FGenerationOutput
 from .modeling_d2f_dream import D2FDreamForBlockDiffusion, D2FDreamModel
 from .modeling_d2f_llada import D2FLLaDAForBlockDiffusion, D2FLLaDAModel
 from .modeling_d2f_llama import D2FLlamaForBlockDiffusion, D2FLlamaModel

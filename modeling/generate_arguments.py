@@ -176,19 +176,19 @@ def _check_attention_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
 
 
 # What else a model does well that was trained for one `decoding`, and what makes another one of it.
-_ALSO_TRAINED_FOR = {"vanilla": ("vanilla", "fast_dllm"), "autoregressive": ("autoregressive",)}
+_ALSO_TRAINED_FOR = {"vanilla": ("vanilla", "fast_dllm"), "autoregressive": ("autoregressive", "verified")}
 _WAY_OUT = {
     "vanilla": "Take decoding='vanilla' or decoding='fast_dllm', load it with the D2F adapter that belongs to it, or "
     "distil it with `D2FTrainer`",
-    "autoregressive": "Take decoding='autoregressive', or train it with `D2FTrainer` first",
+    "autoregressive": "Take decoding='autoregressive' or decoding='verified', or train it with `D2FTrainer` first",
 }
 
 
 def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
     """Refuses a `decoding` that the model cannot do, and warns once of one that it was never trained for."""
-    if config.decoding == "autoregressive" and not model.config.has_causal_mode:
+    if config.decoding in ("autoregressive", "verified") and not model.config.has_causal_mode:
         raise ValueError(
-            "`decoding` must not be 'autoregressive' for a model with has_causal_mode=False: under a causal mask "
+            f"`decoding` must not be {config.decoding!r} for a model with has_causal_mode=False: under a causal mask "
             "it is no autoregressive model. Leave it out, or load an autoregressive checkpoint."
         )
     if model.config.block_alignment == "sequence" and config.decoding in ("vanilla", "fast_dllm"):
@@ -311,7 +311,7 @@ def refuse_adapters_of_rows(model: nn.Module, decoding: str | None, num_rows: in
                 "a forward has a window of the text, and of other rows each time. Take an adapter of fixed weights, "
                 "such as LoRA, or generate inside `with model.disable_adapter():`."
             )
-        if decoding in ("d2f", "autoregressive"):
+        if decoding in ("d2f", "autoregressive", "verified"):
             raise ValueError(
                 f"`adapter_names` is not supported with decoding={decoding!r}: rows share forwards and leave the "
                 "batch, and their adapters would not go with them. Generate for one adapter at a time "

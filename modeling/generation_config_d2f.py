@@ -1,4 +1,4 @@
-"""What `generate()` is told and what it returns: `D2FGenerationConfig` and `D2FGenerationOutput`.
+"""What `generate()` is told: `D2FGenerationConfig`.
 
 Each option is declared once, by an [`Option`] in the annotation of its attribute. `__init__`, the defaults and the
 refusals follow from these declarations.
@@ -7,12 +7,9 @@ refusals follow from these declarations.
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from transformers import CompileConfig, GenerationConfig
-from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
 from .acceptance_rules import ACCEPTANCE_RULES
@@ -34,13 +31,18 @@ from .generation_options import (
 
 logger = logging.get_logger(__name__)
 
-DECODING_MODES = ("d2f", "vanilla", "fast_dllm", "autoregressive")
+DECODING_MODES = ("d2f", "vanilla", "fast_dllm", "autoregressive", "verified")
 TOKEN_RANKINGS = ("probability", "neg_entropy", "margin", "random")
 UNMASK_SCHEDULES = ("even", "linear", "independent")
 BLOCK_CACHES = ("none", "prefix", "dual")
+DRAFT_LAYOUTS = ("linear", "rolling")
 
 
-_ONE_TOKEN_AT_A_TIME = {"autoregressive": "it decodes one token after the other"}
+_ONE_TOKEN_AT_A_TIME = {
+    "autoregressive": "it decodes one token after the other",
+    "verified": "it accepts what the model chooses from left to right",
+}
+_OF_DRAFTS = dict.fromkeys(("d2f", "vanilla", "fast_dllm", "autoregressive"), "it has no drafts to verify")
 
 
 def _of_d2f(instead: str) -> dict[str, str]:
@@ -63,8 +65,9 @@ class D2FGenerationConfig(GenerationConfig):
     Args:
         decoding (`str`, *optional*): `"d2f"`, pipelined parallel decoding (default); `"vanilla"`, the sampler of the
             original bidirectional model, which is slow but needs no distillation; `"fast_dllm"`, Fast-dLLM's
-            acceleration of it by a confidence threshold and an approximate cache; or `"autoregressive"`, one token
-            after the other under a causal mask, for a model with `config.has_causal_mode`.
+            acceleration of it by a confidence threshold and an approximate cache; `"autoregressive"`, one token after
+            the other under a causal mask, for a model with `config.has_causal_mode`; or `"verified"`, the same
+            response by drafts of many tokens at once, which such a model verifies.
         block_size (`int`, *optional*): Tokens per response block; the model's `config.block_size` by default.
         block_add_threshold (`float`, *optional*): tau_add. A new block is opened when the decoded ratio of the last
             one reaches it (default 0.1). 1.0 decodes block by block.
@@ -92,6 +95,15 @@ class D2FGenerationConfig(GenerationConfig):
             block accepts `block_size / steps_per_block` tokens per step at the least, one more in its first steps
             where that is no integer. With `confidence_threshold=1.0` it accepts exactly so many. With `"sequential"`
             it accepts the first so many. One token by default (SDAR's `denoising_steps`).
+        draft_length (`int`, *optional*): For `decoding="verified"`: masks that are read behind the text, which give so
+            many tokens of a draft (default 32).
+        num_draft_steps (`int`, *optional*): For `decoding="verified"`: forwards in which a draft is made (default 1).
+        draft_layout (`str`, *optional*): For `decoding="verified"`: `"linear"` (default), one forward drafts and the
+            next one verifies; or `"rolling"`, a forward that verifies also drafts what follows, which is of use if all
+            of the draft is right.
+        verification_tolerance (`float`, *optional*): For `decoding="verified"`: above 0, a token of a draft is also
+            accepted where its probability is at least this share of the best one's. 0 (default): the response is
+            exactly that of the model.
         output_trace (`bool`, *optional*): For `return_dict_in_generate`: what each forward saw and what it led to.
         steps (`int`, *optional*): For `decoding="vanilla"`: denoising steps of the whole response; one per token by
             default. Must be a multiple of the number of blocks. In `decoding="fast_dllm"` it selects the fixed number
@@ -160,6 +172,10 @@ class D2FGenerationConfig(GenerationConfig):
     sub_block_size: Annotated[int | None, Option(integer_from(1), _of_d2f("it accepts by a rule of its own"))]
     first_token_alone: Annotated[bool | None, Option(TRUE_OR_FALSE, _of_d2f("it accepts by a rule of its own"))]
     output_trace: Annotated[bool | None, Option(TRUE_OR_FALSE, _NO_WINDOWS, False)]
+    draft_length: Annotated[int | None, Option(integer_from(1), _OF_DRAFTS, 32)]
+    num_draft_steps: Annotated[int | None, Option(integer_from(1), _OF_DRAFTS, 1)]
+    draft_layout: Annotated[str | None, Option(one_of(*DRAFT_LAYOUTS), _OF_DRAFTS, "linear")]
+    verification_tolerance: Annotated[float | None, Option(SHARE, _OF_DRAFTS, 0.0)]
     steps: Annotated[
         int | None,
         Option(
@@ -182,7 +198,8 @@ class D2FGenerationConfig(GenerationConfig):
         ),
     ]
     ranking_temperature: Annotated[
-        float | None, Option(FROM_ZERO, dict.fromkeys(("d2f", "fast_dllm", "autoregressive"), _SAMPLED_TOKENS))
+        float | None,
+        Option(FROM_ZERO, dict.fromkeys(("d2f", "fast_dllm", "autoregressive", "verified"), _SAMPLED_TOKENS)),
     ]
     block_cache: Annotated[
         str | None,
@@ -368,7 +385,7 @@ PARAMETERS: dict[str, Option] = {
         {
             "d2f": "guidance needs a second forward over a prompt that is masked",
             "fast_dllm": "guidance needs a second forward over a prompt that is masked, and a cache of its own",
-            "autoregressive": "guidance needs a second forward over another prompt",
+            **dict.fromkeys(("autoregressive", "verified"), "guidance needs a second forward over another prompt"),
         },
     ),
     "compile_config": Option(
@@ -420,28 +437,3 @@ def parameters_not_used_by(decoding: str) -> tuple[str, ...]:
     """The parameters without a default that this `decoding` does not use."""
     not_used = (name for name, o in PARAMETERS.items() if o.default is None and str(decoding) in o.not_used_by)
     return (*not_used, *_OF_BEAMS_AND_ENCODERS)
-
-
-@dataclass
-class D2FGenerationOutput(ModelOutput):
-    """What `generate(return_dict_in_generate=True)` returns.
-
-    Args:
-        sequences (`torch.LongTensor` of shape `(B, prompt + response)`): The prompt as it was given, and the response:
-            up to and including its first EOS, then padding.
-        num_forward_passes (`torch.LongTensor` of shape `(B,)`): Forwards until the row was finished.
-        tokens_per_forward (`torch.FloatTensor` of shape `(B,)`): Response tokens, including the EOS, per forward.
-        trace (`list[list[dict]]`, *optional*): With `output_trace`, per row and forward: `window_start` and
-            `window_length` (positions that were fed, padding left out), `committed_length` (tokens in the cache before
-            it) and `accepted`, pairs of position and token; with `remask_threshold` also `remasked`, positions.
-        scores, logits (`tuple[torch.FloatTensor]`, *optional*): With `output_scores` or `output_logits`, per response
-            token `(B, V)`: what it was chosen from when it was accepted, after the logits processors or before them;
-            0 behind the end of a row.
-    """
-
-    sequences: torch.LongTensor | None = None
-    num_forward_passes: torch.LongTensor | None = None
-    tokens_per_forward: torch.FloatTensor | None = None
-    trace: list | None = None
-    scores: tuple[torch.FloatTensor, ...] | None = None
-    logits: tuple[torch.FloatTensor, ...] | None = None

@@ -43,12 +43,12 @@ from .generate_arguments import (
 from .generation_config_d2f import (
     OPTIONS,
     D2FGenerationConfig,
-    D2FGenerationOutput,
     check_values,
     parameters_not_used_by,
     parameters_of_other_rules,
 )
 from .generation_options import is_integer
+from .generation_output import D2FGenerationOutput
 from .gradient_mode import gradient_mode
 from .logits_process_d2f import refuse_undeclared
 from .lookahead_decoding import LookAheadDecoder
@@ -58,6 +58,7 @@ from .sampler import Sampler
 from .stream_decoding import StreamDecoder, StreamSampler, stream_responses
 from .stream_requests import RequestPreparer, check_stream_config, check_stream_options
 from .vanilla_decoding import VanillaDecoder
+from .verified_decoding import VerifiedDecoder
 
 logger = logging.get_logger(__name__)
 
@@ -357,7 +358,11 @@ class D2FGenerationMixin(GenerationMixin):
             run_to_the_end(decoder, self, response.device, somebody_goes_on)
         if streamer is not None:
             streamer.end()
-        return response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
+        output = response.output(input_ids, decoder.num_forward_passes, decoder.trace, generation_config)
+        if isinstance(decoder, VerifiedDecoder) and isinstance(output, D2FGenerationOutput):
+            output.positions_per_forward = (decoder.num_positions / decoder.num_forward_passes).to(response.device)
+            output.accepted_lengths = decoder.accepted_lengths
+        return output
 
     def _response(
         self,
@@ -409,6 +414,8 @@ class D2FGenerationMixin(GenerationMixin):
             )
         if generation_config.decoding == "autoregressive":
             return AutoregressiveDecoder(*arguments, use_cache=use_cache)
+        if generation_config.decoding == "verified":
+            return VerifiedDecoder(*arguments, use_cache=use_cache)
         if (generation_config.num_branches or 1) > 1:
             _refuse_left_to_right(sampler, "`num_branches`", "leave out `num_branches`")
             return LookAheadDecoder(*arguments, use_cache=use_cache)

@@ -23,7 +23,8 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_rules import first_index
-from .generation_config_d2f import D2FGenerationConfig, D2FGenerationOutput
+from .generation_config_d2f import D2FGenerationConfig
+from .generation_output import D2FGenerationOutput
 
 NO_TOKEN = -1  # behind the limit of a row
 NO_EOS = -2  # fills up a short list of EOS tokens; equal to no token

@@ -64,6 +64,8 @@ class Sampler:
             self.token_ranking = "neg_entropy"
         # With remasking the question is also how probable tokens still are that are decoded already.
         self.keeps_decoded_tokens = bool(generation_config.remask_threshold)
+        # With it, a token of a draft that is in the response already may be chosen without being the best one.
+        self.tolerance: float = generation_config.verification_tolerance or 0.0
         # Whether a token can be chosen only once all before it are decoded. A list, so that each is told of.
         self.left_to_right = any([depends_on_previous_tokens(processor) for processor in logits_processor])
 
@@ -148,6 +150,12 @@ class Sampler:
             generator=self.generator,
             current_tokens=current_tokens,
         )
+        if self.tolerance > 0.0:
+            drafted = response.sequences[row, response.prompt_lengths[row] + index].to(scores.device)
+            probabilities = scores.softmax(-1)
+            share = probabilities.gather(-1, drafted[:, None]).squeeze(-1)  # the mask token, no draft, has 0
+            is_good = share >= self.tolerance * probabilities.amax(-1)
+            tokens, probability = drafted.where(is_good, tokens), share.where(is_good, probability)
         return Prediction(tokens, probability, ranking, scores if "scores" in response.kept else None)
 
 

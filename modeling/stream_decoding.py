@@ -74,6 +74,7 @@ class StreamSampler:
     """
 
     generator = None
+    logits_processor = ()  # those of a stream keep no state for several rows
 
     def __init__(self):
         self.sequences: dict[int, _Sequence] = {}

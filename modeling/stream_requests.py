@@ -210,7 +210,7 @@ def check_stream_options(options: dict[str, Any], of_request: bool = False) -> N
 
 def check_stream_config(config: D2FGenerationConfig, of_stream: D2FGenerationConfig | None = None) -> None:
     """Refuses the prepared options of a stream, or of a request, that cannot be."""
-    if config.decoding not in ("d2f", "autoregressive"):
+    if config.decoding not in ("d2f", "autoregressive", "verified"):
         raise ValueError(
             f"`decoding` must be 'd2f' or 'autoregressive' in a stream, got {config.decoding!r}. Leave it out."
         )

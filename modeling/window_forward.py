@@ -75,6 +75,7 @@ class WindowForward:
         end: torch.LongTensor,
         row: torch.LongTensor,
         index: torch.LongTensor,
+        text_end: torch.LongTensor | None = None,
     ) -> torch.Tensor:
         """Feeds `rows` of `sequences`, each from `start` to `end`.
 
@@ -86,6 +87,8 @@ class WindowForward:
                 a response block. Of what is before it, keys and values are in the cache.
             row, index (`torch.LongTensor` of shape `(M,)`): The tokens whose logits are wanted, counted from the first
                 block of their row.
+            text_end (`torch.LongTensor` of shape `(A,)`, *optional*): Where the masks of a draft begin, which see all
+                of the window. A model with a drafter reads them with it.
 
         Returns:
             `torch.Tensor` of shape `(M, V)`: logits that predict these tokens, on the model's device.
@@ -111,9 +114,15 @@ class WindowForward:
             visible = start[:, None] + self.visible_from_start[:width]
         if is_ragged:  # there are slots behind the end of a row
             visible = torch.minimum(visible, end[:, None])
+        if text_end is not None:  # what is behind the text sees all of the window
+            is_draft = position >= text_end[:, None]
+            visible = torch.where(is_draft, end[:, None], visible)
         allowed = self._slots(num_slots) < visible[..., None]  # [A, W, S]
         column = index + (block_starts - first - self.look_back).index_select(0, row)  # in the window
         input_ids = sequences.take(position + (rows * sequences.shape[1])[:, None])
+        is_drafted = None
+        if text_end is not None and getattr(self.model.config, "drafter", None) is not None:
+            is_drafted = is_draft & (input_ids == self.model.config.mask_token_id)
         is_packed = False
         if is_compiled:  # rows of nothing but padding, which see one slot
             num_rows = len(position)
@@ -122,11 +131,15 @@ class WindowForward:
             write_slots = F.pad(write_slots, (0, 0, 0, missing), value=PADDING)
             allowed = F.pad(allowed, (0, 0, 0, 0, 0, missing))
             allowed[num_rows:, :, 0] = True
+            if is_drafted is not None:
+                is_drafted = F.pad(is_drafted, (0, 0, 0, missing))
         elif is_fed is not None and is_worth_packing(is_fed):  # one row of what is no padding
             is_packed = True
             column = (is_fed.flatten().cumsum(0) - 1)[row * width + column]
             row = torch.zeros_like(row)
             input_ids, position = input_ids[is_fed][None], position[is_fed][None]
+            if is_drafted is not None:
+                is_drafted = is_drafted[is_fed][None]
         self.cache.set_window(write_slots, num_slots, is_packed)
         allowed = allowed[:, None]
         if self.device.type != "cpu":  # nobody waits for what goes to the device
@@ -140,6 +153,8 @@ class WindowForward:
             "cache": self.cache,
             "return_dict": True,
         }
+        if is_drafted is not None:
+            inputs["is_drafted"] = is_drafted.to(self.device, non_blocking=True)
         if is_compiled and self.compiled is not None:
             hidden_states = self.compiled(**inputs).last_hidden_state
             return self.model.get_output_embeddings()(hidden_states[row, column])

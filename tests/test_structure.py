@@ -21,8 +21,8 @@ MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
 FLOORS = (
-    ("acceptance_rules", "block_causal", "block_grid", "cache_d2f", "configuration_d2f", "generation_options"),
-    ("decoding_loop", "decoding_rules"),
+    ("acceptance_rules", "block_causal", "block_grid", "cache_d2f", "draft_adapter", "generation_options"),
+    ("configuration_d2f", "decoding_loop", "decoding_rules", "generation_output"),
     (
         "attention_d2f",
         "configuration_d2f_dream",
@@ -36,7 +36,13 @@ FLOORS = (
     ("gradient_mode", "sampler"),
     ("token_acceptance",),
     ("pipelined_decoding", "vanilla_decoding"),
-    ("autoregressive_decoding", "fast_dllm_decoding", "lookahead_decoding", "stream_requests"),
+    (
+        "autoregressive_decoding",
+        "fast_dllm_decoding",
+        "lookahead_decoding",
+        "stream_requests",
+        "verified_decoding",
+    ),
     ("stream_decoding",),
     ("generation_d2f",),
     ("modeling_d2f",),
