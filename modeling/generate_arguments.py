@@ -184,12 +184,16 @@ _WAY_OUT = {
 }
 
 
-def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
+def check_decoding(model: Any, config: D2FGenerationConfig, verifier: Any = None) -> None:
     """Refuses a `decoding` that the model cannot do, and warns once of one that it was never trained for."""
+    if verifier is not None:
+        _check_verifier(model, config, verifier)
+        return
     if config.decoding in ("autoregressive", "verified") and not model.config.has_causal_mode:
+        instead = " Or pass a `verifier`, which is one." if config.decoding == "verified" else ""
         raise ValueError(
             f"`decoding` must not be {config.decoding!r} for a model with has_causal_mode=False: under a causal mask "
-            "it is no autoregressive model. Leave it out, or load an autoregressive checkpoint."
+            f"it is no autoregressive model. Leave it out, or load an autoregressive checkpoint.{instead}"
         )
     if model.config.block_alignment == "sequence" and config.decoding in ("vanilla", "fast_dllm"):
         raise ValueError(
@@ -202,6 +206,42 @@ def check_decoding(model: Any, config: D2FGenerationConfig) -> None:
             f"This {type(model).__name__} was trained for decoding={trained_for!r} alone, and may give bad text with "
             f"decoding={config.decoding!r}. {_WAY_OUT[trained_for]}. If you have trained it in another way, set "
             "`model.config.trained_for = None`."
+        )
+
+
+def _check_verifier(model: Any, config: D2FGenerationConfig, verifier: Any) -> None:
+    """Refuses a `verifier` that cannot verify what `model` drafts."""
+    if config.decoding != "verified":
+        raise ValueError(
+            f"`verifier` is not used by decoding={config.decoding!r}. Leave it out, or take decoding='verified'."
+        )
+    for name, neutral in (("draft_layout", "linear"), ("num_draft_steps", 1)):
+        if getattr(config, name) != neutral:
+            raise ValueError(
+                f"`{name}` must be {neutral!r} with a `verifier`, got {getattr(config, name)!r}: another model drafts "
+                "then, in one forward. Leave one of them out."
+            )
+    if not getattr(getattr(verifier, "config", None), "has_causal_mode", False):
+        raise ValueError(
+            f"`verifier` must be a model of this package with has_causal_mode=True, got {type(verifier).__name__}. "
+            "`load_d2f_model` gives one for an autoregressive checkpoint."
+        )
+    if model.config.block_alignment == "sequence":
+        raise ValueError(
+            "`verifier` is not supported for a model with block_alignment='sequence', whose blocks do not begin with "
+            "the response. Leave it out."
+        )
+    for name in ("vocab_size", "mask_token_id"):
+        own, other = getattr(model.config, name), getattr(verifier.config, name)
+        if own != other:
+            raise ValueError(
+                f"`verifier` must have the `{name}` of the model that drafts, {own}, but it has {other}. Both must "
+                "have the same tokenizer."
+            )
+    if input_device(verifier) != input_device(model):
+        raise ValueError(
+            f"`verifier` must be on the device of the model that drafts, {input_device(model)}, but it is on "
+            f"{input_device(verifier)}. Move one of them."
         )
 
 

@@ -160,7 +160,9 @@ class D2FGenerationConfig(GenerationConfig):
     """
 
     decoding: Annotated[str | None, Option(one_of(*DECODING_MODES), default="d2f")]
-    block_size: Annotated[int | None, Option(integer_from(1), _ONE_TOKEN_AT_A_TIME)]
+    block_size: Annotated[
+        int | None, Option(integer_from(1), {"autoregressive": _ONE_TOKEN_AT_A_TIME["autoregressive"]})
+    ]
     block_add_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.1)]
     block_activation_threshold: Annotated[float | None, Option(SHARE, _ONE_BLOCK_AT_A_TIME, 0.95)]
     confidence_threshold: Annotated[
@@ -289,6 +291,12 @@ class D2FGenerationConfig(GenerationConfig):
         for name, value in keywords.items():
             if value is not None and value is not False and name in OPTIONS:
                 self.refuse_what_is_not_used(name, value)
+        block_size = keywords.get("block_size")
+        if block_size is not None and self.decoding == "verified" and keywords.get("verifier") is None:
+            raise ValueError(
+                f"`block_size` (got {block_size!r}) is not used by decoding='verified' without a `verifier`. Leave it "
+                "out; `draft_length` says how many tokens are drafted."
+            )
         threshold = keywords.get("confidence_threshold")
         if threshold is not None and self.acceptance_rule in ("entropy_bound", "factor", "sequential"):
             raise ValueError(

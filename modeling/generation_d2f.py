@@ -1,4 +1,4 @@
-"""What transformers' `generate()` asks of a block-diffusion model, and which decoding loop answers it."""
+"""What transformers' `generate()` asks of a block-diffusion model. `decoding_modes.py` says which loop answers it."""
 
 # B batch, P prompt tokens, T response tokens
 
@@ -22,10 +22,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .autoregressive_decoding import AutoregressiveDecoder
 from .block_grid import num_further_tokens
 from .decoding_loop import DecodingLoop, run_to_the_end
-from .fast_dllm_decoding import FastDLLMDecoder
+from .decoding_modes import decoding_loop
 from .generate_arguments import (
     as_plain_config,
     check_decoding,
@@ -51,13 +50,10 @@ from .generation_options import is_integer
 from .generation_output import D2FGenerationOutput
 from .gradient_mode import gradient_mode
 from .logits_process_d2f import refuse_undeclared
-from .lookahead_decoding import LookAheadDecoder
-from .pipelined_decoding import PipelinedDecoder
 from .response import Response
 from .sampler import Sampler
 from .stream_decoding import StreamDecoder, StreamSampler, stream_responses
 from .stream_requests import RequestPreparer, check_stream_config, check_stream_options
-from .vanilla_decoding import VanillaDecoder
 from .verified_decoding import VerifiedDecoder
 
 logger = logging.get_logger(__name__)
@@ -159,7 +155,7 @@ class D2FGenerationMixin(GenerationMixin):
         if config.block_size is None:
             config.block_size = self.config.block_size
         config.check_block_size()
-        check_decoding(self, config)
+        check_decoding(self, config, model_kwargs.get("verifier"))
         if no_length:
             config.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
         return config, model_kwargs
@@ -222,7 +218,7 @@ class D2FGenerationMixin(GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs):
         check_model_kwargs(model_kwargs)
-        super()._validate_model_kwargs(model_kwargs)
+        super()._validate_model_kwargs({name: v for name, v in model_kwargs.items() if name != "verifier"})
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
@@ -260,7 +256,7 @@ class D2FGenerationMixin(GenerationMixin):
             prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
-            return self._decoder(response, sampler, config, use_cache)
+            return decoding_loop(self, response, sampler, config, use_cache)
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
         # Guests of requests get copies.
@@ -323,6 +319,7 @@ class D2FGenerationMixin(GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
         use_cache: bool | None = None,
+        verifier: Any = None,
         **model_kwargs,
     ) -> torch.LongTensor | D2FGenerationOutput:
         """What `generate` calls for greedy search and sampling once its inputs are prepared."""
@@ -348,7 +345,7 @@ class D2FGenerationMixin(GenerationMixin):
         prompts = input_ids.where(is_token, self.config.mask_token_id).gather(1, order)  # padding may be of any ids
         response = self._response(prompts, prompt_lengths, stopping_criteria, streamer, generation_config, input_ids)
         sampler = self.sampler_class(generation_config, logits_processor, generator)
-        decoder = self._decoder(response, sampler, generation_config, use_cache is not False)
+        decoder = decoding_loop(self, response, sampler, generation_config, use_cache is not False, verifier)
         somebody_goes_on = functools.partial(
             self._has_unfinished_sequences, synced_gpus=synced_gpus, device=response.device
         )
@@ -394,43 +391,6 @@ class D2FGenerationMixin(GenerationMixin):
             pad_token_id=None if pad_token_id is None else int(pad_token_id),
             num_further_tokens=num_further_tokens(generation_config.block_size, self.config.block_alignment),
             keep=tuple(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")),
-        )
-
-    def _decoder(
-        self, response: Response, sampler: Sampler, generation_config: D2FGenerationConfig, use_cache: bool
-    ) -> DecodingLoop:
-        """The loop that `decoding` names."""
-        arguments = (self, response, sampler, generation_config)
-        if generation_config.decoding == "vanilla":
-            _refuse_left_to_right(sampler, "decoding='vanilla'", "take decoding='d2f'")
-            return VanillaDecoder(*arguments)
-        if generation_config.decoding == "fast_dllm":
-            _refuse_left_to_right(sampler, "decoding='fast_dllm'", "take decoding='d2f'")
-            return FastDLLMDecoder(*arguments, use_cache=use_cache)
-        if generation_config.compile_config is not None and not use_cache:
-            raise ValueError(
-                "`compile_config` is not supported with use_cache=False, where each forward has another length. Leave "
-                "one of them out."
-            )
-        if generation_config.decoding == "autoregressive":
-            return AutoregressiveDecoder(*arguments, use_cache=use_cache)
-        if generation_config.decoding == "verified":
-            return VerifiedDecoder(*arguments, use_cache=use_cache)
-        if (generation_config.num_branches or 1) > 1:
-            _refuse_left_to_right(sampler, "`num_branches`", "leave out `num_branches`")
-            return LookAheadDecoder(*arguments, use_cache=use_cache)
-        if generation_config.remask_threshold:
-            _refuse_left_to_right(sampler, "`remask_threshold`", "leave out `remask_threshold`")
-        return PipelinedDecoder(*arguments, use_cache=use_cache)
-
-
-def _refuse_left_to_right(sampler: Sampler, option: str, instead: str) -> None:
-    if sampler.left_to_right:
-        raise ValueError(
-            "`prefix_allowed_tokens_fn`, `no_repeat_ngram_size`, `bad_words_ids` or `sequence_bias` of several tokens "
-            "and processors of your own need the tokens right before the chosen one, which "
-            f"{option} may decode later. Leave them out, or {instead}. On a processor of your own that does not need "
-            "them, set `depends_on_previous_tokens = False`."
         )
 
 

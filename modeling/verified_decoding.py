@@ -50,6 +50,7 @@ class VerifiedDecoder(PipelinedDecoder):
         self.draft = self.draft.new_zeros(0, self.draft_length)
         self.offset = torch.arange(self.draft_length + 1, device="cpu")  # from the first token behind the text
         self.is_rolling = config.draft_layout == "rolling"
+        self.num_draft_steps: int = config.num_draft_steps
         # A processor that may keep a state sees all rows that were asked for together in each call, one token longer
         # each time. So these rows have to stay of equal length.
         self.may_draft = len(response.groups[0].rows) == 1 or all(map(is_known, self.sampler.logits_processor))
@@ -88,11 +89,11 @@ class VerifiedDecoder(PipelinedDecoder):
         4. What the masks gave becomes the next draft, if all before them was kept.
         5. Rows that are finished leave.
         """
-        response, config = self.response, self.generation_config
+        response = self.response
 
         # 1. Of the response `known` tokens are text, and `causal_end` are read under a causal mask.
         known, limits = self.first_masked, self.grid.limits  # [A]
-        is_verifying = (self.num_drafted > 0) & (self.num_steps_of_draft >= config.num_draft_steps)
+        is_verifying = (self.num_drafted > 0) & (self.num_steps_of_draft >= self.num_draft_steps)
         causal_end = known + self.num_drafted.where(is_verifying, 0)
         # The last token of a response is always the model's own choice, so none is drafted for it.
         num_masks = (limits - 2 - causal_end).clamp(min=0, max=self.draft_length if self.may_draft else 0)
@@ -208,7 +209,7 @@ class VerifiedDecoder(PipelinedDecoder):
         Drafts are only guesses, so they are chosen without logits processors. Rows that `was_drafting` `(A,)` had
         their last draft read among masks: its tokens stay, one position nearer to the text.
         """
-        num_steps, mask_token_id = self.generation_config.num_draft_steps, self.response.mask_token_id
+        num_steps, mask_token_id = self.num_draft_steps, self.response.mask_token_id
         draft = self.draft.new_full(self.draft.shape, mask_token_id)
         offset = index - start.index_select(0, row)
         own = ((offset >= 0) & (num_drafted > 0).index_select(0, row)).nonzero().squeeze(1)
@@ -227,14 +228,17 @@ class VerifiedDecoder(PipelinedDecoder):
             num_read = (num_drafted * taken + num_steps - 1) // num_steps
             rank = confidence.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
             draft = draft.where(rank < num_read[:, None], mask_token_id)
-        # Nothing is drafted behind an EOS.
-        is_whole = taken >= num_steps
-        first_eos = first_index(self.response.is_eos(draft, self.live)) + 1
-        num_drafted = torch.minimum(num_drafted, first_eos.where(is_whole, self.draft_length))
-        self.draft = draft.where(self.offset[:-1] < num_drafted[:, None], mask_token_id)
-        self.num_drafted, self.num_steps_of_draft = num_drafted, taken.where(num_drafted > 0, 0)
+        self._set_draft(draft, num_drafted, taken)
         if self.trace is not None:
             self._record_draft()
+
+    def _set_draft(self, draft: torch.LongTensor, num_drafted: torch.LongTensor, taken: torch.LongTensor) -> None:
+        """Goes on with a `draft` `(A, K)` of `num_drafted` `(A,)` tokens that has `taken` `(A,)` forwards."""
+        first_eos = first_index(self.response.is_eos(draft, self.live))  # nothing is drafted behind it
+        is_whole = taken >= self.num_draft_steps
+        num_drafted = torch.minimum(num_drafted, (first_eos + 1).where(is_whole, self.draft_length))
+        self.draft = draft.where(self.offset[:-1] < num_drafted[:, None], self.response.mask_token_id)
+        self.num_drafted, self.num_steps_of_draft = num_drafted, taken.where(num_drafted > 0, 0)
 
     def guess(self, logits: torch.Tensor, row: torch.LongTensor, index: torch.LongTensor) -> torch.LongTensor:
         """A draft of the response tokens `index` of the live rows `row`, by `logits` `(M, V)`: `(M,)` each."""

@@ -280,7 +280,7 @@ def test_mask_and_eos_in_the_prompt_are_text_and_the_mask_is_never_chosen():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_numbers_raise(do_sample, value):
     _, own = models()
-    own.model.norm.weight.data[3] = value
+    own.get_submodule("model.norm").get_parameter("weight").data[3] = value
     with pytest.raises(ValueError, match="NaN"):
         own.generate(**prompts([3]), decoding="autoregressive", do_sample=do_sample, max_new_tokens=4)
 
@@ -351,7 +351,7 @@ def test_an_interrupted_step_of_a_stream_loses_nothing(interrupted, monkeypatch)
     expected = own.generate(torch.tensor([[5, 6, 7]]), **options)[0, 3:].tolist()
     stream = own.open_stream(2, 12, **options)
     stream.add(torch.tensor([5, 6, 7]), num_return_sequences=2, do_sample=True, top_k=1)
-    found, number, layer = {0: [], 1: []}, 0, own.model.layers[1]
+    found, number, layer = {0: [], 1: []}, 0, own.get_submodule("model.layers.1")
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -401,7 +401,7 @@ def test_an_interrupted_step_of_a_stream_loses_nothing(layout, monkeypatch):
     for interrupted in (1, 2, 3):
         stream = own.open_stream(2, 12, decoding="verified", draft_length=3, **options, **layout)
         stream.add(torch.tensor([5, 6, 7]), num_return_sequences=2, do_sample=True, top_k=1)
-        found, number, layer = {0: [], 1: []}, 0, own.model.layers[1]
+        found, number, layer = {0: [], 1: []}, 0, own.get_submodule("model.layers.1")
 
         def interrupt(*args, **kwargs):
             raise KeyboardInterrupt
