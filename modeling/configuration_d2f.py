@@ -2,15 +2,25 @@
 
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig, strict
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from .draft_adapter import check_drafter
-
 BLOCK_ALIGNMENTS = ("prompt", "sequence")
 TRAINED_FOR = ("vanilla", "autoregressive")
+
+
+def check_drafter(drafter: Any) -> None:
+    """Refuses what the configuration says of a drafter if it is not `{"rank": ..., "alpha": ...}`."""
+    if not isinstance(drafter, dict) or set(drafter) - {"rank", "alpha"} or "rank" not in drafter:
+        raise ValueError(f"`drafter` must be None or a dict with `rank` and `alpha`, but it is {drafter!r}.")
+    rank, alpha = drafter["rank"], drafter.get("alpha", drafter["rank"])
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"`rank` of `drafter` must be an integer of at least 1, but it is {rank!r}.")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+        raise ValueError(f"`alpha` of `drafter` must be a finite number above 0, but it is {alpha!r}.")
 
 
 def published_class(cls: type) -> type:

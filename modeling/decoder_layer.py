@@ -17,8 +17,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .attention_d2f import D2FAttention, D2FRotaryEmbedding
-from .configuration_d2f import D2FDecoderConfig
-from .draft_adapter import DEFAULT_RANK, DraftAdapter, check_drafter
+from .configuration_d2f import D2FDecoderConfig, check_drafter
+from .draft_adapter import DEFAULT_RANK, DraftAdapter
 from .modeling_d2f import D2FModel, D2FRMSNorm
 
 

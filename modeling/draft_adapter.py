@@ -14,17 +14,6 @@ from torch import nn
 DEFAULT_RANK = 64
 
 
-def check_drafter(drafter: Any) -> None:
-    """Refuses what the configuration says of a drafter if it is not `{"rank": ..., "alpha": ...}`."""
-    if not isinstance(drafter, dict) or set(drafter) - {"rank", "alpha"} or "rank" not in drafter:
-        raise ValueError(f"`drafter` must be None or a dict with `rank` and `alpha`, but it is {drafter!r}.")
-    rank, alpha = drafter["rank"], drafter.get("alpha", drafter["rank"])
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"`rank` of `drafter` must be an integer of at least 1, but it is {rank!r}.")
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
-        raise ValueError(f"`alpha` of `drafter` must be a finite number above 0, but it is {alpha!r}.")
-
-
 class DraftAdapter(nn.Module):
     """What is added, at the masks of a draft, to projections that read the same input.
 

@@ -221,6 +221,11 @@ def _check_verifier(model: Any, config: D2FGenerationConfig, verifier: Any) -> N
                 f"`{name}` must be {neutral!r} with a `verifier`, got {getattr(config, name)!r}: another model drafts "
                 "then, in one forward. Leave one of them out."
             )
+    if hasattr(verifier, "get_base_model"):
+        raise ValueError(
+            f"`verifier` must be a model of this package, got a {type(verifier).__name__} around one. Pass "
+            "`verifier.get_base_model()`, which has the adapter in its layers."
+        )
     if not getattr(getattr(verifier, "config", None), "has_causal_mode", False):
         raise ValueError(
             f"`verifier` must be a model of this package with has_causal_mode=True, got {type(verifier).__name__}. "

@@ -256,7 +256,7 @@ class D2FGenerationMixin(GenerationMixin):
             prompts = torch.zeros((max_batch_size, max_prompt_length), dtype=torch.long, device=input_device(self))
             no_prompts = prompts.new_ones(max_batch_size)
             response = self._response(prompts, no_prompts, StoppingCriteriaList(), None, config, None, max_new_tokens)
-            return decoding_loop(self, response, sampler, config, use_cache)
+            return decoding_loop(self, response, sampler, config, use_cache, arguments.get("verifier"))
 
         prepare = RequestPreparer(self, self._generate_arguments, options, config, max_prompt_length, max_new_tokens)
         # Guests of requests get copies.
@@ -323,6 +323,11 @@ class D2FGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> torch.LongTensor | D2FGenerationOutput:
         """What `generate` calls for greedy search and sampling once its inputs are prepared."""
+        if verifier is not None and synced_gpus:
+            raise ValueError(
+                "`verifier` is not supported with `synced_gpus`: a process that has finished could not tell which of "
+                "the two models the others are in. Leave one of them out."
+            )
         refuse_adapters_of_rows(self, generation_config.decoding, len(input_ids))
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         prompt_lengths = is_token.sum(-1)

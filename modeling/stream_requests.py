@@ -197,7 +197,7 @@ def check_stream_options(options: dict[str, Any], of_request: bool = False) -> N
             f"`seed` must be an integer, and an option of a request, got {seed!r}. A stream takes a `generator`."
         )
     if of_request:
-        for name in ("use_cache", "compile_config"):
+        for name in ("use_cache", "compile_config", "verifier"):
             if options.get(name) is not None:
                 raise ValueError(f"`{name}` concerns all requests. Give it to `open_stream`.")
     elif (options.get("num_return_sequences") or 1) > 1:
@@ -212,7 +212,8 @@ def check_stream_config(config: D2FGenerationConfig, of_stream: D2FGenerationCon
     """Refuses the prepared options of a stream, or of a request, that cannot be."""
     if config.decoding not in ("d2f", "autoregressive", "verified"):
         raise ValueError(
-            f"`decoding` must be 'd2f' or 'autoregressive' in a stream, got {config.decoding!r}. Leave it out."
+            f"`decoding` must be 'd2f', 'autoregressive' or 'verified' in a stream, got {config.decoding!r}. Leave it "
+            "out."
         )
     for name in _OF_THE_OUTPUT:
         if getattr(config, name):

@@ -31,8 +31,10 @@ class TwoModelDecoder(VerifiedDecoder):
         response, config = self.response, self.generation_config
         block_size = config.block_size or drafter.config.block_size
         self.drafter_block_size: int = min(block_size, response.max_new_tokens)
-        num_slots = response.sequences.shape[1]
+        num_rows, num_slots = response.sequences.shape
         self.draft_feed = WindowForward(drafter, self.drafter_block_size, num_slots, response.device)
+        if self.feed.compiled is not None:
+            self.draft_feed.compile(config.compile_config, num_rows)
 
     def _keep_rows(self, kept: torch.LongTensor, new: torch.LongTensor, num_copies: torch.LongTensor) -> None:
         super()._keep_rows(kept, new, num_copies)
@@ -48,6 +50,9 @@ class TwoModelDecoder(VerifiedDecoder):
 
     def step(self) -> None:
         """The drafter reads the text and masks behind it; then the verifier reads what that gave."""
+        if self.has_copies:  # the two models would share a first forward each; rows go through it alone instead
+            self._split_live_rows()
+            self._refresh()
         known, starts, block_size = self.first_masked, self.grid.starts, self.drafter_block_size
         # The last token of a response is the verifier's own choice.
         num_drafted = (self.grid.limits - 1 - known).clamp(min=0, max=self.draft_length if self.may_draft else 0)
@@ -60,7 +65,11 @@ class TwoModelDecoder(VerifiedDecoder):
             logits[:, self.response.mask_token_id] = -torch.inf
             draft[row, offset] = self.guess(logits, row, index)
             self.num_steps += 1
-            if self.use_cache:  # the prompt, and blocks that were read decoded
-                self.num_read = starts + known // block_size * block_size
         self._set_draft(draft, num_drafted, torch.ones_like(known))
+        if len(row) > 0 and self.trace is not None:
+            nothing = row[:0]
+            self._record(self.num_read, end, nothing, nothing, nothing, nothing.bool())
+            self._record_draft()
+        if len(row) > 0 and self.use_cache:  # the prompt, and blocks that were read decoded
+            self.num_read = starts + known // block_size * block_size
         super().step()

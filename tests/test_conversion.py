@@ -102,7 +102,10 @@ def test_the_shipped_teacher_has_the_configuration_that_its_script_makes(tmp_pat
     model.generation_config.decoding = "d2f"
     model.save_pretrained(tmp_path)
     for read in (D2FLLaDAConfig.from_pretrained, D2FGenerationConfig.from_pretrained):
-        made, shipped = read(tmp_path).to_dict(), read(EXAMPLE / "teacher").to_dict()
+        made, shipped = read(tmp_path), read(EXAMPLE / "teacher")
+        if isinstance(shipped, D2FGenerationConfig):  # options that are newer than the file
+            shipped.with_defaults()
+        made, shipped = made.to_dict(), shipped.to_dict()
         # The last three are nothing that decoding here depends on, and were written by an earlier version.
         not_compared = ("auto_map", "transformers_version", "use_cache", "output_attentions", "output_hidden_states")
         different = {name for name in made | shipped if made.get(name) != shipped.get(name)} - set(not_compared)

@@ -296,6 +296,7 @@ def test_every_option_is_an_attribute_with_a_docstring():
 def test_an_option_is_refused_by_each_decoding_that_does_not_use_it(name):
     option, values = OPTIONS[name], {**ENTROPY_KNOBS, **FACTOR_KNOBS, **CREDIT_KNOBS, **FAST_DLLM_KNOBS}
     values |= {"steps_per_block": 2, "sub_block_size": 2, "first_token_alone": True}
+    values |= {"draft_length": 5, "num_draft_steps": 2, "draft_layout": "rolling", "verification_tolerance": 0.1}
     value = {**values, **VANILLA_KNOBS, **KNOBS, "block_activation_threshold": 0.4}[name]
     value = 5 if name == "max_active_blocks" else value
     for decoding, instead in option.not_used_by.items():
