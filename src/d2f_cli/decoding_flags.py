@@ -60,6 +60,9 @@ def takes_decoding_flags(command: Callable) -> Callable:
         options = {name: value for name in known if (value := values.pop(name)) not in (None, [])}
         try:
             check_values({name: value for name, value in options.items() if name != "seed"})
+            if "decoding" in options:  # otherwise the model says
+                ours = {name: value for name, value in options.items() if name in OPTIONS}
+                D2FGenerationConfig(**ours).refuse_keywords(ours)
         except ValueError as error:
             raise wrong_call(str(error)) from error
         return command(**values, options=options)
