@@ -11,7 +11,6 @@ from d2f_hf.live_view import LiveResponse
 
 MAX_NEW_TOKENS = 256  # that of a block-diffusion model where nobody says otherwise
 WITH_TRACE = ("d2f", "autoregressive", "verified")
-PAUSE = 0.05  # seconds per frame
 
 
 def respond(
@@ -24,13 +23,13 @@ def respond(
     """
     response = LiveResponse.of(loaded.model, options)
     if screen is None:
-        output = call_generate(loaded, ids, options, response)
+        figures = finish(response, call_generate(loaded, ids, options, response))
     else:
-        with LiveScreen(ResponseView(response, loaded.tokenizer), screen, PAUSE) as live:
+        view = ResponseView(response, loaded.tokenizer)
+        with LiveScreen(view, [view], screen) as live:
             response.changed = live.refresh
-            output = call_generate(loaded, ids, options, response)
-            finish(response, output)
-    return finish(response, output) | {"response": loaded.text(response.decoded)}, response
+            figures = finish(response, call_generate(loaded, ids, options, response))
+    return {"response": loaded.text(response.decoded), **figures}, response
 
 
 def call_generate(

@@ -23,6 +23,8 @@ from d2f_hf.live_view import COMMITTED, DRAFT, FULLY_ACTIVATED, SEMI_ACTIVATED, 
 # From Okabe and Ito's palette, which colour-blind people can tell apart; committed text is as all text is.
 STYLES = {COMMITTED: "", FULLY_ACTIVATED: "#56B4E9", SEMI_ACTIVATED: "#E69F00", VERIFIED: "", DRAFT: "#E69F00"}
 FRAMES_PER_SECOND = 20
+QUIET_SECONDS = 0.5
+REPLAY_SECONDS = 3.0
 MOST_MAP_LINES = 6
 
 
@@ -61,7 +63,10 @@ class ResponseView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells, signs = list(self.response.cells()), Signs(console.encoding)
         width = options.max_width
-        below = [*self._map(cells, signs).wrap(console, width)[-MOST_MAP_LINES:], *self._figures(cells, width)]
+        below = [
+            *self._map(cells, signs).wrap(console, width)[-MOST_MAP_LINES:],
+            *self._figures(cells, console, width),
+        ]
         height = self.max_lines or (console.size.height - len(below) - 3)
         lines = self._text(cells, signs).wrap(console, width)[-max(1, height) :]
         if self.title is not None:
@@ -95,7 +100,7 @@ class ResponseView:
             text.append(signs.masked if cell.is_masked else signs.shade(cell.confidence), STYLES[cell.state])
         return text
 
-    def _figures(self, cells: Sequence[Cell], width: int) -> Iterator[Text]:
+    def _figures(self, cells: Sequence[Cell], console: Console, width: int) -> Iterator[Text]:
         """How many blocks are in which state, and how fast it goes."""
         response = self.response
         states = Text()
@@ -113,9 +118,7 @@ class ResponseView:
         speed = Text(speed_line(response))
         for line in (states, speed):
             line.rstrip()
-            line.truncate(width, overflow="ellipsis")
-            if line.plain:
-                yield line
+            yield from line.wrap(console, width) if line.plain else ()
 
 
 def speed_line(response: LiveResponse) -> str:
@@ -127,37 +130,59 @@ def speed_line(response: LiveResponse) -> str:
 
 
 class LiveScreen:
-    """Shows something while it changes: `with LiveScreen(renderable) as screen: ... screen.refresh()`.
+    """Shows responses while they are decoded: `with LiveScreen(renderable, views, console) as screen: ...`.
 
-    Where the output is no terminal, or one that cannot move its cursor, the last state alone is printed.
+    Drawing must not change the speed that is shown. So there are at most so many frames per second, and none before
+    `QUIET_SECONDS`. Where everything was over by then, it is shown afterwards, slowed down.
 
     Args:
-        renderable: What `rich` draws.
-        console (`Console`): Where.
-        pause (`float`): Seconds that each state stays. A small model is faster than the eye.
+        renderable: What `rich` draws, with the views in it.
+        views (`Sequence[ResponseView]`): The responses; `view.response.changed` has to be `refresh`.
+        console (`Console`): A terminal.
     """
 
-    def __init__(self, renderable: Any, console: Console, pause: float = 0.0):
-        self.pause = pause
-        self.is_live = can_be_drawn_on(console)
+    def __init__(self, renderable: Any, views: Sequence[ResponseView], console: Console):
+        self.views = views
         self._live = Live(renderable, console=console, auto_refresh=False, vertical_overflow="visible")
-        self._drawn_at = 0.0
+        self._start = self._drawn_at = time.perf_counter()
+        self._was_drawn = False
 
     def __enter__(self) -> "LiveScreen":
-        self._live.start()
         return self
 
-    def __exit__(self, *error) -> None:
-        self._live.refresh()
+    def __exit__(self, error_type: Any, *error) -> None:
+        if error_type is None and not self._was_drawn:
+            self._replay()
+        if error_type is None or self._was_drawn:
+            self._draw()
         self._live.stop()
 
     def refresh(self) -> None:
         """Draws what there is now, but not more often than an eye can see."""
-        if self.is_live and (self.pause or time.perf_counter() - self._drawn_at >= 1 / FRAMES_PER_SECOND):
-            self._live.refresh()
-            time.sleep(self.pause)
-            self._drawn_at = time.perf_counter()
+        now = time.perf_counter()
+        if now - self._start >= QUIET_SECONDS and now - self._drawn_at >= 1 / FRAMES_PER_SECOND:
+            self._draw()
+
+    def _draw(self) -> None:
+        if not self._was_drawn:
+            self._live.start()
+        self._live.refresh()
+        self._was_drawn, self._drawn_at = True, time.perf_counter()
+
+    def _replay(self) -> None:
+        """What happened, all of it at the same time, and slowed down."""
+        responses = [view.response for view in self.views]
+        whole = max(response.seconds for response in responses)
+        num_frames = int(REPLAY_SECONDS * FRAMES_PER_SECOND)
+        for frame in range(1, num_frames):
+            for view, response in zip(self.views, responses, strict=True):
+                view.response = response.at(whole * frame / num_frames)
+            self._draw()
+            time.sleep(1 / FRAMES_PER_SECOND)
+        for view, response in zip(self.views, responses, strict=True):
+            view.response = response
 
 
 def can_be_drawn_on(console: Console) -> bool:
+    """Whether a console is a terminal that can move its cursor."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -80,6 +80,7 @@ class LiveResponse(BaseStreamer):
         self._start = time.perf_counter()
         self._end: float | None = None
         self._away = 0.0  # seconds in `changed`
+        self._events: list[tuple[float, str, Any]] = []  # when what was told
 
     @classmethod
     def of(cls, model: Any, options: dict[str, Any] | None = None, changed: Callable[[], None] | None = None):
@@ -109,7 +110,7 @@ class LiveResponse(BaseStreamer):
     @property
     def seconds(self) -> float:
         """Time since `start`, until the end of the response, without what it took to draw."""
-        return (self._end or time.perf_counter()) - self._start - self._away
+        return (time.perf_counter() if self._end is None else self._end) - self._start - self._away
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,8 +125,24 @@ class LiveResponse(BaseStreamer):
         """The clock begins now."""
         self._start, self._end, self._away = time.perf_counter(), None, 0.0
 
+    def at(self, seconds: float) -> "LiveResponse":
+        """The response as it was so many seconds after the start."""
+        then = LiveResponse(
+            self.mask_token_id,
+            self.block_size,
+            self.is_sequence_aligned,
+            self.block_activation_threshold,
+            self.is_verified,
+        )
+        for when, what, value in self._events:
+            if when <= seconds:
+                getattr(then, what)(*value)
+        then._start, then._end, then._away = 0.0, max(1e-9, min(seconds, self.seconds)), 0.0
+        return then
+
     def put(self, value: torch.Tensor) -> None:
         """Takes decoded tokens; the first call has the prompt."""
+        self._events.append((self.seconds, "put", (value,)))
         if self.prompt_length is None:
             self.prompt_length = value.shape[-1]
             return
@@ -137,12 +154,14 @@ class LiveResponse(BaseStreamer):
 
     def put_draft(self, value: torch.Tensor) -> None:
         """Takes what follows the decoded tokens up to the end of the last open block: tokens and mask tokens."""
+        self._events.append((self.seconds, "put_draft", (value,)))
         self.draft = value.flatten().tolist()
         if self.num_forward_passes == 0:  # otherwise a trace follows
             self._show()
 
     def put_trace(self, value: dict[str, Any]) -> None:
         """Takes the entry of a forward in the trace, with `confidence`, behind what that forward made known."""
+        self._events.append((self.seconds, "put_trace", (value,)))
         prompt_length = self.prompt_length or 0
         self.num_forward_passes += 1
         self.trace.append(value)
@@ -157,6 +176,7 @@ class LiveResponse(BaseStreamer):
     def end(self) -> None:
         """The response is whole."""
         self._end = time.perf_counter()
+        self._events.append((self.seconds, "end", ()))
         self.is_finished, self.draft = True, []
         self._show()
 
@@ -164,7 +184,7 @@ class LiveResponse(BaseStreamer):
         if self.changed is not None:
             before = time.perf_counter()
             self.changed()
-            self._away += 0.0 if self._end else time.perf_counter() - before
+            self._away += 0.0 if self.is_finished else time.perf_counter() - before
 
     def cells(self) -> Iterator[Cell]:
         """The tokens of the response as far as anything is known of them."""
