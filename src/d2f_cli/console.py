@@ -33,14 +33,11 @@ def ends_well(command: Callable) -> Callable:
     def wrapper(*args, **kwargs):
         try:
             return command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise  # typer knows what to do; the last is `d2f ... | head`
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # `d2f ... | head`: nobody reads any more
-            sys.stdout = None
-            raise typer.Exit(1) from None
         except Exception as error:
             if kwargs.get("debug"):
                 traceback.print_exc()

@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "Answer a prompt with two models, side by side.",
     "bench": "Measure how fast a model is, and how often it is right.",
     "train": "Train a model as a YAML file says.",
+    "publish": "Save a model as a folder like those on the Hub, or upload it.",
     "info": "What a model is, and which decodings it can do.",
     "plot": "Draw the report of `d2f bench`, or the trace of `d2f generate`.",
 }

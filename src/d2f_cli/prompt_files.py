@@ -52,6 +52,7 @@ def answer_file(
     summary = {"total": len(records), "resumed": len(done), "answered": 0, "failed": 0, "num_tokens": 0}
     summary |= {"num_forward_passes": 0, "seconds": 0.0, "output": str(output)}
     if not left:
+        console.say(f"all {len(records)} prompts were answered already")
         return summary
     decoding = settings["options"].get("decoding", "d2f")
     if decoding not in IN_A_STREAM:
