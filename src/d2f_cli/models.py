@@ -74,6 +74,14 @@ def load(
         as_it_is (`bool`): An autoregressive checkpoint is loaded as transformers does it, rather than as one of ours.
     """
     logging.disable_progress_bar()
+    try:
+        return load_found(name, adapter, dtype, device, as_it_is)
+    except OSError as error:  # the Hub's own messages may leave the name out
+        raise OSError(f"MODEL {name} or its adapter could not be loaded: {error}") from error
+
+
+def load_found(name: str, adapter: str | None, dtype: str, device: str | None, as_it_is: bool) -> Loaded:
+    """What `load` gives, with the errors of the Hub as they are."""
     base, own_adapter, tokenizer_folder = found(name)
     adapter = adapter or own_adapter
     device = device or (str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu")

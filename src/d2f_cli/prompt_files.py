@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from d2f_cli import console
-from d2f_cli.answering import generate_options
+from d2f_cli.answering import MAX_NEW_TOKENS, generate_options
 from d2f_cli.models import Loaded
 
 IN_A_STREAM = ("d2f", "autoregressive", "verified")
@@ -66,7 +68,9 @@ def answer_file(
     for index in left:
         record = records[index]
         try:
-            prompts[index] = loaded.prompt(record.get("messages", record.get("prompt")), settings["system"])[0]
+            ids = loaded.prompt(record.get("messages", record.get("prompt")), settings["system"])[0]
+            check_length(loaded, ids, settings["options"])
+            prompts[index] = ids
         except Exception as error:  # a chat template may raise anything
             failed[index] = error
     options = generate_options(loaded, settings["options"])
@@ -122,6 +126,17 @@ def answer_file(
         f"{summary['failed']} failed; {summary['num_tokens'] / max(summary['seconds'], 1e-9):.0f} tokens/s"
     )
     return summary
+
+
+def check_length(loaded: Loaded, ids: torch.LongTensor, options: dict[str, Any]) -> None:
+    """Refuses a prompt `(L,)` behind which a response has no room. A stream would refuse all prompts for it."""
+    limit = options.get("max_new_tokens") or loaded.model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+    room = loaded.model.config.max_position_embeddings - limit
+    if len(ids) > room:
+        raise ValueError(
+            f"a prompt must have at most {room} tokens before a response of {limit} tokens, got {len(ids)}. Shorten "
+            "it, or give a lower --max-new-tokens."
+        )
 
 
 def read_prompts(source: Path) -> list[dict[str, Any]]:
