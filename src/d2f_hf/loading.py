@@ -231,7 +231,9 @@ def read_configurations(base: str, adapter: str | None = None) -> tuple[PreTrain
     Raises:
         ValueError, OSError: as there.
     """
-    config, _, _, options = _read_settings(checked_path("base", base), adapter, {}, {}, {}, None)
+    config, _, new_mask_id, options = _read_settings(checked_path("base", base), adapter, {}, {}, {}, None)
+    if new_mask_id is not None:
+        config.vocab_size, config.mask_token_id = max(config.vocab_size, new_mask_id + 1), new_mask_id
     return config, options["generation_config"]
 
 
