@@ -246,7 +246,9 @@ class PipelinedDecoder:
         if response.has_listeners:
             shown = torch.minimum(end - self.grid.starts, self.grid.limits) - self.grid.offsets
             offsets = response.prompt_lengths % block_size if self.block_alignment == "sequence" else 0
-            response.publish(shown, block_size if config.remask_threshold else 1, self.live, offsets, self.last_forwards())
+            response.publish(
+                shown, block_size if config.remask_threshold else 1, self.live, offsets, self.last_forwards()
+            )
 
         # 5. Who is left.
         self._refresh()

@@ -11,11 +11,12 @@ from d2f_cli.answering import call_generate, finish
 from d2f_cli.console import Adapter, Debug, Device, Dtype, Json, Model, System
 from d2f_cli.decoding_flags import OF_TRANSFORMERS, takes_decoding_flags
 from d2f_cli.generate import prompt_text
+from d2f_cli.main import QUESTION
 from d2f_cli.models import REFERENCE, Loaded, load
 from d2f_cli.terminal_view import LiveScreen, ResponseView, can_be_drawn_on
 from d2f_hf.live_view import LiveResponse
 
-EXAMPLE = "d2f compare reference 'Mia has 12 apples. She gives 5 of them to Tom. How many has she?'"
+EXAMPLE = f"d2f compare reference '{QUESTION}'"
 WARM_UP_TOKENS = 8
 NARROW = 60  # columns in which two texts have no room beside each other
 

@@ -11,12 +11,13 @@ from d2f_cli import console
 from d2f_cli.answering import respond
 from d2f_cli.console import Adapter, Debug, Device, Dtype, Json, Model, System
 from d2f_cli.decoding_flags import takes_decoding_flags
+from d2f_cli.main import QUESTION
 from d2f_cli.models import Loaded, load
 from d2f_cli.prompt_files import answer_file
 from d2f_cli.terminal_view import can_be_drawn_on, speed_line
 from d2f_hf.live_view import LiveResponse
 
-EXAMPLE = "d2f generate reference 'Mia has 12 apples. She gives 5 of them to Tom. How many has she?'"
+EXAMPLE = f"d2f generate reference '{QUESTION}'"
 
 
 @console.ends_well

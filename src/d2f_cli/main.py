@@ -18,6 +18,11 @@ COMMANDS = {
     "plot": "Draw the report of `d2f bench`, or the trace of `d2f generate`.",
 }
 INTERRUPTED = 130
+# The shipped model knows word problems of this kind, and nothing else.
+QUESTION = (
+    "There are 56 rings in the bag of Edgar. Cara owns 7 more than Edgar does. Gavin gives her 2 more. "
+    "What is the number of rings now?"
+)
 
 
 def make_app(name: str | None = None):
@@ -27,7 +32,7 @@ def make_app(name: str | None = None):
     app = typer.Typer(
         name="d2f",
         help="Diffusion language models that decode several blocks of text in parallel (D2F).",
-        epilog="Example: d2f generate reference 'Mia has 12 apples. She gives 5 of them to Tom. How many has she?'",
+        epilog="Example: d2f info reference. Each command has a --help with an example.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
