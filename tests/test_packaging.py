@@ -98,6 +98,8 @@ def test_wheel_metadata_names_the_license_and_the_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata_name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = archive.read(metadata_name).decode()
+        entry_points = archive.read(metadata_name.replace("METADATA", "entry_points.txt")).decode()
+    assert "[console_scripts]\nd2f = d2f_cli.main:main\n" in entry_points
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "License-File: LICENSE\n" in metadata
     base = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, flags=re.MULTILINE)

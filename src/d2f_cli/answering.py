@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from d2f_cli.console import waiting
 from d2f_cli.models import Loaded
 from d2f_cli.terminal_view import LiveScreen, ResponseView
 from d2f_hf.live_view import LiveResponse
@@ -23,7 +24,8 @@ def respond(
     """
     response = LiveResponse.of(loaded.model, options)
     if screen is None:
-        figures = finish(response, call_generate(loaded, ids, options, response))
+        with waiting("decoding"):
+            figures = finish(response, call_generate(loaded, ids, options, response))
     else:
         view = ResponseView(response, loaded.tokenizer)
         with LiveScreen(view, [view], screen) as live:

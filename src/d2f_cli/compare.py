@@ -60,8 +60,9 @@ def compare(
     if baseline_decoding is not None:
         of_baseline["decoding"] = baseline_decoding
     racers = [Racer(first, options, text, system), Racer(second, of_baseline, text, system)]
-    for racer in racers:
-        racer.warm_up()
+    with console.waiting("warming up"):
+        for racer in racers:
+            racer.warm_up()
     screen = console.stdout()
     if not as_json and can_be_drawn_on(screen):
         views = [racer.view for racer in racers]
@@ -70,7 +71,8 @@ def compare(
                 racer.run(live)
     else:
         for racer in racers:
-            racer.run()
+            with console.waiting(f"decoding with {racer.name}"):
+                racer.run()
     ratio = racers[0].response.tokens_per_second / racers[1].response.tokens_per_second
     if as_json:
         systems = [{"model": racer.name, **racer.figures, "options": racer.options} for racer in racers]

@@ -78,6 +78,8 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
     """A function of (done, total) that moves a bar, which only a terminal shows."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    # Seldom redrawn, as what goes on meanwhile may be timed.
+    options = {"transient": True, "refresh_per_second": 2, "disable": not console.is_terminal}
+    with Progress(*columns, console=console, **options) as progress:
         task = progress.add_task(what, total=total, completed=done)
         yield lambda done, total: progress.update(task, completed=done, total=total)

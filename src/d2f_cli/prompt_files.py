@@ -51,7 +51,13 @@ def answer_file(
         output.unlink(missing_ok=True)
     done = read_answers(output, settings_file, records, settings)
     left = [index for index in range(len(records)) if index not in done]
-    summary = {"total": len(records), "resumed": len(done), "answered": 0, "failed": 0, "num_tokens": 0}
+    summary: dict[str, Any] = {
+        "total": len(records),
+        "resumed": len(done),
+        "answered": 0,
+        "failed": 0,
+        "num_tokens": 0,
+    }
     summary |= {"num_forward_passes": 0, "seconds": 0.0, "output": str(output)}
     if not left:
         console.say(f"all {len(records)} prompts were answered already")
