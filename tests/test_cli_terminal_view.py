@@ -73,6 +73,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_token_is_lost(width):
         state = response.at(response.seconds * share)
         lines = drawn(state, loaded.tokenizer, width).splitlines()
         assert all(len(line) <= width for line in lines) and len(lines) <= 24
+    assert lines[1][:1].strip(), "the text begins at the margin"
     words = " ".join(" ".join(lines).split())
     if width >= 80:
         assert loaded.text(response.decoded).split() == words.partition("█")[0].split()[1:]

@@ -85,7 +85,8 @@ class ResponseView:
         # Tokens are decoded together as far as possible: one alone may be a part of a letter.
         for (state, is_masked), run in groupby(shown, key=lambda cell: (cell.state, cell.is_masked)):
             tokens = [cell.token for cell in run]
-            text.append(signs.hidden * len(tokens) if is_masked else self.tokenizer.decode(tokens), STYLES[state])
+            piece = signs.hidden * len(tokens) if is_masked else self.tokenizer.decode(tokens)
+            text.append(piece if text else piece.lstrip(), STYLES[state])
         text.rstrip()
         return text
 
