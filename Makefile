@@ -16,18 +16,18 @@ PYTHON_FOLDERS := src modeling benchmarks examples tests
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
-install: .venv/.installed ## create .venv with the package (editable), [train] and [dev]
+install: .venv/.installed ## create .venv with the package (editable), [train], [cli] and [dev]
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[train,dev]"
+	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[train,cli,dev]"
 	@# pyright cannot follow package-dir, so it gets d2f_hf.modeling as a link (stubPath in pyproject.toml).
 	mkdir -p .venv/typings/d2f_hf && ln -sfn ../../../modeling .venv/typings/d2f_hf/modeling
 	touch $@
 
 .venv-floor/.installed: pyproject.toml constraints-floor.txt
 	$(PYTHON) -m venv .venv-floor
-	.venv-floor/bin/python -m pip install --constraint constraints-floor.txt --editable ".[train,dev]"
+	.venv-floor/bin/python -m pip install --constraint constraints-floor.txt --editable ".[train,cli,dev]"
 	touch $@
 
 # The question reaches the script through the environment, and $(value) keeps make from expanding it: "$5", quotes and

@@ -20,7 +20,9 @@ class D2FGenerationOutput(ModelOutput):
         trace (`list[list[dict]]`, *optional*): With `output_trace`, per row and forward: `window_start` and
             `window_length` (positions that were fed, padding left out), `committed_length` (tokens in the cache before
             it) and `accepted`, pairs of position and token; with `remask_threshold` also `remasked`, positions; with
-            `decoding="verified"` also `drafted`, pairs of position and token.
+            `decoding="verified"` also `drafted`, pairs of position and token. A streamer that has
+            `put_trace` gets the entry of each forward behind what that made known, and in it `confidence`: the
+            probability, after the logits processors, of each token in `accepted`.
         positions_per_forward (`torch.FloatTensor` of shape `(B,)`, *optional*): For `decoding="verified"`: tokens and
             masks that a forward read on average.
         accepted_lengths (`list[list[int]]`, *optional*): For `decoding="verified"`, per row: how many tokens of each

@@ -99,6 +99,7 @@ class PipelinedDecoder:
         self.trace: list[list[dict]] | None = None
         if generation_config.output_trace:
             self.trace = [[] for _ in response.prompt_lengths]
+        self.confidence: dict[int, list[float]] = {}  # by row, with a trace: of what the last forward accepted
         self.num_steps = 0
         self.has_copies = False
         # Of the live rows, `(A,)` each. `num_committed`: tokens whose keys and values are in the cache for good;
@@ -237,7 +238,7 @@ class PipelinedDecoder:
         logits, prediction = self._predict(logits, row, index, response_row)
         accepted = self._accept(has_prediction, has_logits, prediction, is_fully_activated)[row, index]
         if self.trace is not None:
-            self._record(start, end, row, index, prediction.tokens, accepted)
+            self._record(start, end, row, index, prediction, accepted)
         told_index = self.index_in_response(row, index)
         response.accept(accepted, response_row, told_index, prediction.tokens, scores=prediction.scores, logits=logits)
         if config.remask_threshold:
@@ -245,7 +246,9 @@ class PipelinedDecoder:
         if response.has_listeners:
             shown = torch.minimum(end - self.grid.starts, self.grid.limits) - self.grid.offsets
             offsets = response.prompt_lengths % block_size if self.block_alignment == "sequence" else 0
-            response.publish(shown, block_size if config.remask_threshold else 1, self.live, offsets)
+            response.publish(
+                shown, block_size if config.remask_threshold else 1, self.live, offsets, self.last_forwards()
+            )
 
         # 5. Who is left.
         self._refresh()
@@ -417,11 +420,11 @@ class PipelinedDecoder:
         end: torch.LongTensor,
         row: torch.LongTensor,
         index: torch.LongTensor,
-        tokens: torch.LongTensor,
+        prediction: Prediction,
         accepted: torch.BoolTensor,
     ) -> None:
         """Appends this forward to the trace of each live row."""
-        position = self.grid.starts[row] + index
+        position, tokens = self.grid.starts[row] + index, prediction.tokens
         for a, b in enumerate(self.live.tolist()):
             chosen = (row == a) & accepted
             self.trace[b].append(
@@ -432,3 +435,13 @@ class PipelinedDecoder:
                     "accepted": list(zip(position[chosen].tolist(), tokens[chosen].tolist(), strict=True)),
                 }
             )
+            self.confidence[b] = prediction.probability[chosen].tolist()
+
+    def last_forwards(self) -> dict[int, dict] | None:
+        """The last entry of the trace of each live row, with the `confidence` of the tokens that it accepted.
+
+        Rounding changes a probability from one window to another, so the trace itself has none.
+        """
+        if self.trace is None:
+            return None
+        return {b: {**self.trace[b][-1], "confidence": self.confidence[b]} for b in self.live.tolist()}

@@ -291,6 +291,7 @@ class Response:
         block_size: int = 1,
         rows: torch.LongTensor | None = None,
         offsets: torch.LongTensor | int = 0,
+        forwards: dict[int, dict] | None = None,
     ) -> None:
         """Tells stopping criteria and streamers of `rows` (all) what is new; drafts reach to `shown` tokens or an EOS.
 
@@ -302,6 +303,7 @@ class Response:
             block_size (`int`): 1 where tokens stay.
             rows (`torch.LongTensor` of shape `(A,)`, *optional*): The rows that are being decoded.
             offsets (`torch.LongTensor` of shape `(B,)`, or `int`): Prompt tokens in the first block of each row.
+            forwards (`dict[int, dict]`, *optional*): By row, what a streamer that has `put_trace` gets.
         """
         if not self.has_listeners:
             return
@@ -328,6 +330,8 @@ class Response:
                 streamer.put(tokens[before:decoded].clone())
             if decoded < end and not self.has_stopped[row] and hasattr(streamer, "put_draft"):
                 streamer.put_draft(tokens[decoded:end].clone())
+            if forwards is not None and hasattr(streamer, "put_trace"):
+                streamer.put_trace(forwards[row])
 
     def _ask(self, group: RowGroup, rows: list[int], known: torch.LongTensor) -> None:
         """Asks the criteria of `group` about `rows` of it, whose first `known` tokens `(B,)` are decoded for good.

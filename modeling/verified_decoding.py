@@ -133,7 +133,7 @@ class VerifiedDecoder(PipelinedDecoder):
         num_accepted = torch.minimum(num_kept, first_eos) + 1
         accepted = offset < num_accepted.index_select(0, own_row)
         if self.trace is not None:
-            self._record(start, end, own_row, own_index, prediction.tokens, accepted)
+            self._record(start, end, own_row, own_index, prediction, accepted)
         response.accept(
             accepted, response_row, own_index, prediction.tokens, scores=prediction.scores, logits=own_logits
         )
@@ -146,7 +146,7 @@ class VerifiedDecoder(PipelinedDecoder):
         num_drafted = num_masks.masked_fill(known + num_kept < causal_end, 0)
         self._draft(logits, row, index, causal_end + 1, num_drafted, ~is_verifying)
         if response.has_listeners:
-            response.publish(torch.zeros_like(self.live), rows=self.live)
+            response.publish(torch.zeros_like(self.live), rows=self.live, forwards=self.last_forwards())
 
         # 5. Who is left.
         self.num_opened = known + num_accepted

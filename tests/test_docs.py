@@ -7,6 +7,7 @@ The Python blocks of a document run in order and share one namespace, in a folde
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -19,11 +20,14 @@ import pytest
 from d2f_hf.modeling.generation_config_d2f import OPTIONS
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainingArguments
 
+import cli_runs
 import d2f_hf
 import reference_models
 from causal_models import stock_model
+from d2f_cli.main import COMMANDS
 from d2f_hf import D2FTrainingArguments
 from golden_data import GOLDEN
+from word_problems import make_problems
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "reference_model"
@@ -194,6 +198,34 @@ def test_quick_commands_run():
             text=True,
         )
         assert run.returncode == 0, f"{command}: {run.stderr}"
+
+
+def test_d2f_commands_run_in_order(tmp_path, monkeypatch):
+    """Those of docs/cli.md, in a folder with a file of prompts and the YAML block as config.yaml."""
+    path = ROOT / "docs" / "cli.md"
+    problems = make_problems("train", 8)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p.question}) + "\n" for p in problems))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"messages": p.messages}) + "\n" for p in problems))
+    (config,) = blocks(path, "yaml")
+    (tmp_path / "config.yaml").write_text(config.code + "use_cpu: true\n")
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks(path, "bash") for line in block.code.splitlines()]
+    run = set()
+    for line in lines:
+        said, _, command = line.rpartition(" | ")
+        words = shlex.split(command)
+        assert words[0] == "d2f"
+        result = cli_runs.d2f(*words[1:], input=" ".join(shlex.split(said)[1:]) or None)
+        assert result.exit_code == 0, f"{line}: {result.output}"
+        run.add(words[1])
+    assert run == set(COMMANDS)
+    for name in ("answers.jsonl", "report.json", "curve.svg", "curve.png", "timeline.svg", "my-published-model"):
+        assert (tmp_path / name).exists(), name
+
+
+def test_cli_md_has_a_section_for_each_command():
+    headings = re.findall(r"^## d2f (\w+)$", (ROOT / "docs" / "cli.md").read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(COMMANDS)
 
 
 # ---- what is named ----

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from functools import cache
 
@@ -608,6 +609,42 @@ def test_a_streamer_gets_the_prompt_then_exactly_the_gapless_prefix_as_it_grows(
     assert len(drafts) >= 3
     assert all(draft[0] == MASK for draft in drafts), "a decoded token there would not be a draft"
     assert not any(EOS in draft[:-1] for draft in drafts), "nothing behind a decoded EOS is shown"
+
+
+class TracingStreamer(RecordingStreamer):
+    def put_trace(self, value):
+        self.events.append(("trace", value))
+
+
+@pytest.mark.parametrize("options", [{}, {"remask_threshold": 0.01}], ids=str)
+def test_a_streamer_gets_the_trace_of_each_forward_behind_what_that_made_known(options):
+    streamer, model = TracingStreamer(), streamed_model()
+    options = {"max_new_tokens": 48, "block_size": 8, **options}
+    output = model.generate(torch.tensor([[0] * 3]), streamer=streamer, **options, **FULL)
+    told = [value for kind, value in streamer.events if kind == "trace"]
+    assert [{k: v for k, v in step.items() if k != "confidence"} for step in told] == output.trace[0]
+    known, decoded = [], set()
+    for kind, value in streamer.events[1:]:
+        if kind == "put":
+            known += value
+        elif kind == "trace":
+            decoded |= {position for position, _ in value["accepted"]}
+            gapless = next(k for k in range(len(TEXT) + 2) if k + 3 not in decoded or k > len(TEXT))
+            whole = gapless == len(TEXT) + 1 or "remask_threshold" not in options
+            assert len(known) == (gapless if whole else gapless // 8 * 8)
+    assert len(known) == len(TEXT) + 1
+
+
+def test_a_streamer_gets_the_probability_of_each_accepted_token():
+    """By hand: one logit among zeros."""
+    streamer = TracingStreamer()
+    streamed_model().generate(torch.tensor([[0] * 3]), max_new_tokens=48, block_size=8, streamer=streamer, **FULL)
+    by_hand = [math.exp(logit) / (math.exp(logit) + VOCAB_SIZE - 1) for logit in (1.0, 15.0)]
+    told = [value for kind, value in streamer.events if kind == "trace"]
+    assert all(len(step["confidence"]) == len(step["accepted"]) for step in told)
+    confidences = [confidence for step in told for confidence in step["confidence"]]
+    nearest = [min(by_hand, key=lambda p, own=own: abs(p - own)) for own in confidences]
+    assert confidences == pytest.approx(nearest, abs=1e-6) and set(nearest) == set(by_hand)
 
 
 def test_text_streamers_print_the_response(capsys):

@@ -25,6 +25,7 @@ MODELING_FILES = sorted((ROOT / "modeling").glob("*.py"))
 def files_of_the_package() -> set[str]:
     """The paths that a wheel must hold, besides its metadata."""
     in_src = {f"d2f_hf/{path.name}" for path in (ROOT / "src" / "d2f_hf").glob("*.py")}
+    in_src |= {f"d2f_cli/{path.name}" for path in (ROOT / "src" / "d2f_cli").glob("*.py")}
     in_modeling = {f"d2f_hf/modeling/{path.name}" for path in MODELING_FILES}
     return in_src | in_modeling | {"d2f_hf/py.typed"}
 
@@ -97,11 +98,13 @@ def test_wheel_metadata_names_the_license_and_the_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata_name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = archive.read(metadata_name).decode()
+        entry_points = archive.read(metadata_name.replace("METADATA", "entry_points.txt")).decode()
+    assert "[console_scripts]\nd2f = d2f_cli.main:main\n" in entry_points
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "License-File: LICENSE\n" in metadata
     base = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, flags=re.MULTILINE)
     assert sorted(base) == ["huggingface-hub", "safetensors", "torch", "transformers"]
-    assert re.findall(r"^Provides-Extra: (.*)$", metadata, flags=re.MULTILINE) == ["train", "dev"]
+    assert re.findall(r"^Provides-Extra: (.*)$", metadata, flags=re.MULTILINE) == ["train", "cli", "dev"]
 
 
 @pytest.mark.slow
@@ -211,9 +214,10 @@ def pinned_versions(file_name: str) -> dict[str, str]:
 
 
 def lower_bounds() -> dict[str, str]:
-    """What [project] asks for at least, of the base install and [train]."""
+    """What [project] asks for at least, of the base install, [train] and [cli]."""
     project = PYPROJECT["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["train"], *extras["cli"]]
     bounds = {}
     for requirement in requirements:
         match = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<\d+)?", requirement)

@@ -1,7 +1,6 @@
 """The word problems, their tokenizer, and the scripts of the reference model."""
 
 import hashlib
-import io
 import os
 import re
 import subprocess
@@ -205,58 +204,6 @@ def test_prompt_of_the_chat_template_is_a_prefix_of_the_whole_chat(problems, tok
         assert whole[: len(prompt)] == prompt
         assert whole[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(whole[len(prompt) : -1]).strip() == problem.solution
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def without_escapes(text):
-    return re.sub(r"\033\[\d*[A-Za-z]", "", text)
-
-
-def test_the_drawing_shows_decoded_text_shades_and_block_boundaries(tokenizer):
-    mask = tokenizer.mask_token_id
-    two, has = tokenizer(" 2 has")["input_ids"]
-    streamer = demo.BlockStreamer(tokenizer, block_size=2)
-    (line,) = streamer.lines([two, mask, has, mask, mask], width=80)
-    assert without_escapes(line) == " 2░│ has░│░"
-    assert line.count(demo.DIM) == line.count(demo.NORMAL) == 5
-
-
-def test_the_drawing_breaks_lines_at_the_width_and_at_line_breaks(tokenizer):
-    ids = tokenizer(" Mia has 12 apples\n#### 12")["input_ids"]
-    streamer = demo.BlockStreamer(tokenizer, block_size=100)
-    assert streamer.lines(ids, width=80) == [" Mia has 12 apples", "#### 12"]
-    narrow = streamer.lines(ids, width=10)
-    assert all(len(line) <= 10 for line in narrow)
-    assert "".join(narrow).replace(" ", "") == "Miahas12apples####12"
-
-
-def test_each_frame_is_drawn_over_the_one_before(tokenizer):
-    mask, ids = tokenizer.mask_token_id, tokenizer(" 2 3\n#### 5")["input_ids"]
-    terminal = Terminal()
-    streamer = demo.BlockStreamer(tokenizer, block_size=16, stream=terminal, frame_seconds=0)
-    streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    streamer.put_draft(torch.tensor([mask] * 4))
-    streamer.put(torch.tensor(ids))
-    streamer.put_draft(torch.tensor([mask]))
-    streamer.end()
-    frames = terminal.getvalue().split("\r")
-    assert [without_escapes(frame) for frame in frames] == ["░░░░", " 2 3\n#### 5░", " 2 3\n#### 5"]
-    assert frames[1].startswith(demo.CLEAR_BELOW)  # the first frame has one line
-    assert frames[2].startswith("\033[1A" + demo.CLEAR_BELOW)
-
-
-def test_nothing_is_drawn_where_there_is_no_terminal(tokenizer):
-    stream = io.StringIO()
-    streamer = demo.BlockStreamer(tokenizer, block_size=16, stream=stream, frame_seconds=0)
-    streamer.put(torch.tensor([[1, 2]]))
-    streamer.put_draft(torch.tensor([tokenizer.mask_token_id]))
-    streamer.put(torch.tensor([7]))
-    streamer.end()
-    assert stream.getvalue() == ""
 
 
 @pytest.fixture(scope="module")

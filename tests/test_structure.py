@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 ROOT = Path(__file__).resolve().parents[1]
 MODELING = sorted((ROOT / "modeling").glob("*.py"))
 PACKAGE = sorted((ROOT / "src" / "d2f_hf").glob("*.py"))
+COMMANDS = sorted((ROOT / "src" / "d2f_cli").glob("*.py"))
 MAX_LINES = 450
 
 # From the bottom up. A file imports from lower floors only, so the walk from `generate` to a token goes downwards.
@@ -52,7 +53,8 @@ FLOORS = (
     ("__init__",),
 )
 LOOPS = sorted((ROOT / "modeling").glob("*_decoding.py"))
-WITHOUT_TEST_FILE = {"__init__"}  # what they export is held by test_public_api.py and test_packaging.py
+# What the first exports is held by test_public_api.py and test_packaging.py; the second is a line of test_cli_main.py.
+WITHOUT_TEST_FILE = {"__init__", "__main__"}
 
 # Private names of modeling/ that are used outside it. It may get shorter, not longer.
 PRIVATE_NAMES_USED: dict[str, set[str]] = {}
@@ -84,6 +86,12 @@ def siblings_imported(path: Path) -> dict[str, int]:
 def test_every_source_file_has_its_test_file(path):
     if path.stem not in WITHOUT_TEST_FILE:
         assert (ROOT / "tests" / f"test_{path.stem}.py").is_file(), f"{path.name} needs tests/test_{path.stem}.py"
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_every_file_of_the_command_line_has_its_test_file(path):
+    if path.stem not in WITHOUT_TEST_FILE:
+        assert (ROOT / "tests" / f"test_cli_{path.stem}.py").is_file(), f"{path.name} needs a test file"
 
 
 @pytest.mark.parametrize("path", MODELING, ids=lambda path: path.name)

@@ -8,107 +8,27 @@ told about people, their things, their money and their time (`word_problems.py` 
 question is answered as if it were one of those, and wrongly.
 
 The D2F model is exported as a folder like those on the Hub and loaded from there with `AutoModelForCausalLM`. In a
-terminal its answer is drawn while it is decoded: several blocks at a time, each masked token as a shade. The drawing
-pauses after each forward, because there is nothing to see at full speed; times are of a second call without it.
+terminal one sees how its answer is decoded: several blocks at a time, each masked token as a shade. It is slowed down,
+because there is nothing to see at full speed; times are of a second call.
 """
 
 import argparse
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
-import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from rich.console import Console
+from transformers import BatchEncoding
 from transformers.utils import logging
 
+from d2f_cli.terminal_view import LiveScreen, ResponseView, can_be_drawn_on
 from d2f_hf.benchmarking import Measurement, System, measure, measure_one, speed_up, summarize
+from d2f_hf.live_view import LiveResponse
 from reference_models import D2F, HERE, MAX_NEW_TOKENS, TWIN, VANILLA, ReferenceModels, load
 from word_problems import final_number, make_problems
 
 VANILLA_SAMPLER = "vanilla sampler"
 LONGEST_QUESTION = 512  # tokens
-FRAME_SECONDS = 0.12
-MASKED, BOUNDARY = "░", "│"
-DIM, NORMAL, CLEAR_BELOW = "\033[2m", "\033[0m", "\033[J"
-
-
-class BlockStreamer(BaseStreamer):
-    """Draws a response while it is decoded: its blocks, their decoded tokens, and a shade for each masked one.
-
-    Where `stream` is not a terminal nothing is drawn.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Has a mask token.
-        block_size (`int`): Tokens between two boundaries.
-        stream (`TextIO`, *optional*): Where to draw; stdout by default.
-        frame_seconds (`float`): How long each state stays.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        block_size: int,
-        stream: TextIO | None = None,
-        frame_seconds: float = FRAME_SECONDS,
-    ):
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.stream = stream or sys.stdout
-        self.frame_seconds = frame_seconds
-        self.is_prompt = True
-        self.decoded: list[int] = []  # without a gap
-        self.drawn_lines = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        """Takes decoded tokens; the first call has the prompt."""
-        if self.is_prompt:
-            self.is_prompt = False
-        else:
-            self.decoded += value.flatten().tolist()
-
-    def put_draft(self, value: torch.Tensor) -> None:
-        """Takes what follows the decoded tokens up to the end of the last open block: tokens and mask tokens."""
-        self._draw(self.decoded + value.flatten().tolist())
-        time.sleep(self.frame_seconds if self.stream.isatty() else 0)
-
-    def end(self) -> None:
-        self._draw(self.decoded)
-
-    def lines(self, token_ids: Sequence[int], width: int) -> list[str]:
-        """The lines of a frame, at most `width` wide; shades and boundaries are dimmed by escape codes."""
-        lines, used = [""], 0
-        for index, token in enumerate(token_ids):
-            pieces = []
-            if index > 0 and index % self.block_size == 0:
-                pieces.append((BOUNDARY, True))
-            if token == self.tokenizer.mask_token_id:
-                pieces.append((MASKED, True))
-            elif token not in self.tokenizer.all_special_ids:
-                pieces.append((self.tokenizer.decode([token]), False))
-            for piece, is_dim in pieces:
-                if piece.startswith("\n") or used + len(piece) > width:
-                    lines.append("")
-                    used = 0
-                    piece = piece.lstrip("\n ") if not is_dim else piece
-                lines[-1] += f"{DIM}{piece}{NORMAL}" if is_dim else piece
-                used += len(piece)
-        return lines
-
-    def _draw(self, token_ids: Sequence[int]) -> None:
-        if not self.stream.isatty():
-            return
-        size = shutil.get_terminal_size()
-        # More lines than the terminal has could not be drawn over.
-        lines = self.lines(token_ids, size.columns - 1)[-(size.lines - 1) :]
-        up = f"\033[{self.drawn_lines - 1}A" if self.drawn_lines > 1 else ""
-        start = "\r" + up + CLEAR_BELOW if self.drawn_lines else ""
-        self.stream.write(start + "\n".join(lines))
-        self.stream.flush()
-        self.drawn_lines = len(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,21 +70,19 @@ def answer_all(models: ReferenceModels, questions: Sequence[tuple[str, int | Non
     measure({D2F: systems[D2F], TWIN: systems[TWIN]}, prompts[:1])
     models.teacher.generate(**prompts[0], decoding="vanilla", max_new_tokens=8)
 
+    console = Console(highlight=False)
+    is_drawn = can_be_drawn_on(console)
     measurements = {name: [] for name in systems}
     for number, ((question, right), prompt) in enumerate(zip(questions, prompts, strict=True), start=1):
         print(f"\n{number}. {question}" if len(questions) > 1 else f"\n{question}")
         for name, system in systems.items():
             print(f"\n[{name}]", flush=True)
-            if name == D2F and sys.stdout.isatty():
-                block_size = models.student.generation_config.block_size or models.student.config.block_size
-                models.student.generate(
-                    **prompt, max_new_tokens=MAX_NEW_TOKENS, streamer=BlockStreamer(models.tokenizer, block_size)
-                )
-                print()
+            if name == D2F and is_drawn:
+                draw(models, prompt, console)
             measurement = measure_one(system, prompt)
             measurements[name].append(measurement)
             text = models.text(measurement.response_ids)
-            if name != D2F or not sys.stdout.isatty():
+            if name != D2F or not is_drawn:
                 print(text)
             print(f"-> {verdict(final_number(text), right)}; {speed(measurement)}", flush=True)
 
@@ -174,6 +92,20 @@ def answer_all(models: ReferenceModels, questions: Sequence[tuple[str, int | Non
         ratio = speed_up(measurements[D2F], of_system).of_totals
         compared = "" if name == D2F else f"{ratio:.1f} times as fast"
         print(f"{name:20}  {summary.tokens_per_second:8.0f}  {summary.tokens_per_forward:18.2f}  {compared}")
+
+
+def draw(models: ReferenceModels, prompt: BatchEncoding, console: Console) -> None:
+    """Shows how the D2F model decodes its answer."""
+    view = ResponseView(LiveResponse.of(models.student), models.tokenizer)
+    with LiveScreen(view, [view], console) as screen:
+        view.response.changed = screen.refresh
+        models.student.generate(
+            **prompt,
+            max_new_tokens=MAX_NEW_TOKENS,
+            streamer=view.response,
+            return_dict_in_generate=True,
+            output_trace=True,
+        )
 
 
 def verdict(answer: int | None, right: int | None) -> str:

@@ -132,19 +132,10 @@ def load_d2f_model(
     adapter_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
 
     # 1. The configurations.
-    trained_with = {} if adapter is None else settings_beside_adapter(adapter, adapter_hub)
-    replaced = {*options, *trained_with}
-    config, architecture, is_original, new_mask_id, model_options = _read_config(
-        base, hub, options, trained_with, mask_token
+    config, architecture, new_mask_id, model_options = _read_settings(
+        base, adapter, hub, adapter_hub, options, mask_token
     )
-    if adapter is not None:  # and what that was trained for is not known
-        config.trained_for = None
     model_class = architecture.model_class
-    if model_options.get("generation_config") is None:
-        said = architecture.generation if is_original else {}
-        if architecture.is_autoregressive and config.has_causal_mode:
-            said = {"decoding": "autoregressive"}
-        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
     quantization_config = model_options.get("quantization_config") or getattr(config, "quantization_config", None)
     if adapter is not None and merge and quantization_config is not None:
         raise ValueError(
@@ -232,6 +223,45 @@ def load_d2f_model(
         model = model.to(dtype)
         model.config.dtype = dtype
     return model
+
+
+def read_configurations(base: str, adapter: str | None = None) -> tuple[PreTrainedConfig, D2FGenerationConfig]:
+    """What [`load_d2f_model`] would give the model as its `config` and `generation_config`. No weight is read.
+
+    Raises:
+        ValueError, OSError: as there.
+    """
+    config, _, new_mask_id, options = _read_settings(checked_path("base", base), adapter, {}, {}, {}, None)
+    if new_mask_id is not None:
+        config.vocab_size, config.mask_token_id = max(config.vocab_size, new_mask_id + 1), new_mask_id
+    return config, options["generation_config"]
+
+
+def _read_settings(
+    base: str,
+    adapter: str | None,
+    hub: dict[str, Any],
+    adapter_hub: dict[str, Any],
+    options: dict[str, Any],
+    mask_token: str | None,
+) -> tuple[PreTrainedConfig, Architecture, int | None, dict[str, Any]]:
+    """The configuration, the architecture, the id of a new mask token, and the options for `from_pretrained`.
+
+    Among these is the generation config.
+    """
+    trained_with = {} if adapter is None else settings_beside_adapter(adapter, adapter_hub)
+    replaced = {*options, *trained_with}
+    config, architecture, is_original, new_mask_id, model_options = _read_config(
+        base, hub, options, trained_with, mask_token
+    )
+    if adapter is not None:  # and what that was trained for is not known
+        config.trained_for = None
+    if model_options.get("generation_config") is None:
+        said = architecture.generation if is_original else {}
+        if architecture.is_autoregressive and config.has_causal_mode:
+            said = {"decoding": "autoregressive"}
+        model_options["generation_config"] = _read_generation_config(base, hub, config, is_original, replaced, said)
+    return config, architecture, new_mask_id, model_options
 
 
 def _checked_dtype(name: str, dtype: Any) -> torch.dtype | None:
