@@ -10,7 +10,8 @@ warm. Tokens count up to the first EOS; vanilla and Fast-dLLM, whose loops do no
 as the originals do.
 The columns are those of `d2f_hf.benchmarking`: tokens/s, tokens per forward, latency (p50, p95), time to first token
 (TTFT), response tokens, score, forwards, and how the time of a call is split (all times in milliseconds). Then come
-tokens/s by batch size, and what the loop adds to the forwards of the student.
+the twin's own answers by verified decoding with the student as its drafter; tokens/s by batch size; and what the loop
+adds to the forwards of the student.
 
     python -m benchmarks.decoding --engine 100m --tokens-per-forward 4 --batch-sizes 1 16    # make bench-engine
     python -m benchmarks.decoding --engine 8b --device cuda --batch-sizes 1 16 64
@@ -67,7 +68,7 @@ from d2f_hf.benchmarking import (
     speed_up,
     summarize,
 )
-from reference_models import D2F, DUAL, HERE, MAX_NEW_TOKENS, OWN_TWIN, TWIN, VANILLA, ReferenceModels
+from reference_models import D2F, DUAL, HERE, MAX_NEW_TOKENS, OWN_TWIN, TWIN, VANILLA, VERIFIED, ReferenceModels
 from word_problems import Problem, make_problems
 
 CAREFUL, CAREFUL_OPTIONS = "D2F at threshold 0.99", {"confidence_threshold": 0.99}
@@ -179,6 +180,7 @@ def benchmark_reference(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         scores = (rows[D2F]["score"], rows[name]["score"])
         figures += comparison(D2F, measurements[D2F], name, measurements[name], target, scores)
     figures += own_loop_figures(measurements, systems, prompts[: args.batch_problems], models)
+    figures += verified_figures(models, prompts, args)
     figures += batch_figures(systems, prompts[: args.batch_problems], models, args)
     figures += student_figures(systems[D2F], prompts, models, args)
     return {"figures": figures, "systems": rows}, models.student
@@ -207,6 +209,7 @@ def benchmark_targets(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         pair = (scores[name], scores[baseline])
         engine += comparison(name, measurements[name], baseline, measurements[baseline], target, pair)
     engine += own_loop_figures(measurements, systems, prompts[: args.batch_problems], models)
+    engine += verified_figures(models, prompts, args)
     engine += [
         Figure(VANILLA_RATIO, value[VANILLA_RATIO], 50.0),
         *student_figures(systems[D2F], prompts, models, args),
@@ -255,6 +258,29 @@ def own_loop_figures(
         Figure(f"{OWN_TWIN} tokens/s over {TWIN} tokens/s, median over problems", ratio, 1.0),
         Figure(f"{OWN_TWIN}: answers as of {TWIN}, %", same),
         Figure(f"{OWN_TWIN}, float32, batch {batch_size}: answers as of {TWIN}, %", same_answers(*exact), 100.0),
+    ]
+
+
+def verified_figures(models: ReferenceModels, prompts: Sequence[Any], args: argparse.Namespace) -> list[Figure]:
+    """Verified decoding with two models against the twin alone: the student drafts, and the twin verifies.
+
+    The answers are the twin's own. As for the twin's two loops they have a target in float32.
+    """
+    twin = models.systems(args.max_new_tokens)[TWIN]
+    pair = {VERIFIED: models.verified(args.max_new_tokens), TWIN: twin}
+    measurements = measure(pair, prompts[: args.problems], progress=progress("verified and twin"))
+    verified, of_twin = measurements[VERIFIED], measurements[TWIN]
+    exact, batch_size = [], min(16, len(prompts))
+    twin = System(copy.deepcopy(twin.model).float(), twin.options)
+    for system in (models.verified(args.max_new_tokens, torch.float32), twin):
+        exact.append(answer_in_batches(system, prompts, models.tokenizer.pad_token_id, batch_size)[0])
+    ratio, per_forward = speed_up(verified, of_twin).median, summarize(verified).tokens_per_forward
+    same = same_answers([m.response_ids for m in verified], [m.response_ids for m in of_twin])
+    return [
+        Figure(f"{VERIFIED}: tokens per forward, all forwards counted", per_forward, 5.0),
+        Figure(f"{VERIFIED}: tokens/s over {TWIN} tokens/s, median over problems", ratio),
+        Figure(f"{VERIFIED}: answers as of {TWIN}, %", same),
+        Figure(f"{VERIFIED}, float32, batch {batch_size}: answers as of {TWIN}, %", same_answers(*exact), 100.0),
     ]
 
 

@@ -15,7 +15,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .block_causal import block_causal_mask, positions_without_padding
-from .cache_d2f import D2FCache
+from .cache_d2f import has_packed_tokens
 from .configuration_d2f import D2FConfig
 
 # What is added to a score hides the key from here on: no score makes up for it. The lowest number of any float dtype
@@ -114,7 +114,7 @@ def full_mask(
         ValueError: for a mask of another shape.
     """
     batch_size, length = inputs_embeds.shape[:2]
-    is_packed = isinstance(cache, D2FCache) and cache.is_packed  # then the mask is of the rows of the window
+    is_packed = has_packed_tokens(cache)  # then the mask is of the rows of the window
     if attention_mask is not None and attention_mask.dim() == 4:
         if not is_packed:
             num_slots = length if cache is None else cache.get_mask_sizes(length, layer_idx=0)[0]
@@ -313,8 +313,7 @@ class D2FAttention(nn.Module):
         value = value.view(heads).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        is_packed = isinstance(cache, D2FCache) and cache.is_packed
-        if is_packed:
+        if has_packed_tokens(cache):
             query = cache.as_rows(query)
         if attention_function is None:
             attention_function = attention_function_of(self.config)
@@ -328,6 +327,6 @@ class D2FAttention(nn.Module):
             scaling=self.head_dim**-0.5,
             **kwargs,
         )
-        if is_packed:
+        if has_packed_tokens(cache):
             output = cache.as_packed(output)
         return output.flatten(2), weights

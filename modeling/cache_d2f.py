@@ -8,7 +8,7 @@ copy: the loop just stops feeding it.
 
 # B rows of the cache, A rows of a forward, H key/value heads, Q fed tokens, S slots, D head dimension
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -191,3 +191,12 @@ class D2FCache(Cache):
         self.reserve(int(targets.max()) + 1, 0)
         for layer in self.layers:
             layer.move_rows(sources, targets)
+
+
+def has_packed_tokens(cache: Cache | None) -> TypeGuard[D2FCache]:
+    """Whether the next forward with this `cache` gets its tokens packed.
+
+    The class of the cache may be from another copy of this code: a checkpoint's drafter and a verifier of the package
+    work together.
+    """
+    return getattr(cache, "is_packed", False)

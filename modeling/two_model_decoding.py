@@ -9,6 +9,7 @@ tokens of which are decoded already, and masks behind it.
 import torch
 
 from .decoding_loop import BlockDiffusionModel
+from .sampler import Prediction
 from .verified_decoding import VerifiedDecoder
 from .window_forward import WindowForward
 
@@ -68,7 +69,7 @@ class TwoModelDecoder(VerifiedDecoder):
         self._set_draft(draft, num_drafted, torch.ones_like(known))
         if len(row) > 0 and self.trace is not None:
             nothing = row[:0]
-            self._record(self.num_read, end, nothing, nothing, nothing, nothing.bool())
+            self._record(self.num_read, end, nothing, nothing, Prediction(*[nothing] * 3), nothing.bool())
             self._record_draft()
         if len(row) > 0 and self.use_cache:  # the prompt, and blocks that were read decoded
             self.num_read = starts + known // block_size * block_size

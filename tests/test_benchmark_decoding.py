@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, CompileConfig
 
 from benchmarks import decoding, scripted
 from benchmarks.figures import Figure, figures_in
-from reference_models import HERE, OWN_TWIN, TWIN
+from reference_models import HERE, OWN_TWIN, TWIN, VERIFIED
 from untrained_reference_models import save_untrained_models
 
 TINY = {"d_model": 16, "n_layers": 1, "n_heads": 1, "mlp_hidden_size": 16, "vocab_size": 64}
@@ -97,11 +97,13 @@ def test_reference_mode_compares_seven_systems_on_the_same_problems(capsys):
     assert report["systems"][OWN_TWIN]["score"] == report["systems"][TWIN]["score"]
     assert report["systems"][OWN_TWIN]["sampling"] > 0.0
     targets = [figure["target"] for figure in figures.values() if figure["target"] is not None]
-    assert sorted(targets) == [-1.0, -1.0, -1.0, 1.0, 1.25, 2.5, 4.0, 50.0, 100.0, 100.0]
+    assert sorted(targets) == [-1.0, -1.0, -1.0, 1.0, 1.25, 2.5, 4.0, 5.0, 50.0, 100.0, 100.0, 100.0]
     assert figures["student, batch 4, float32: rows as when alone, %"]["value"] == 100.0
     for name in ("D2F", TWIN, OWN_TWIN):
         assert figures[f"{name} tokens/s, batch 4"]["value"] > 0.0
-    assert figures[f"{OWN_TWIN}, float32, batch 4: answers as of {TWIN}, %"]["value"] == 100.0
+    for name in (OWN_TWIN, VERIFIED):
+        assert figures[f"{name}, float32, batch 4: answers as of {TWIN}, %"]["value"] == 100.0
+    assert figures[f"{VERIFIED}: tokens per forward, all forwards counted"]["value"] > 2.0
 
 
 def test_answers_are_the_same_if_all_their_tokens_are():
@@ -127,7 +129,14 @@ def test_a_report_can_be_compared_with_the_committed_ones(option, tiny_engine, u
     committed = figures_in(json.loads((HERE / "reports" / "run0.json").read_text()))
     settings = ("name", "target", "at_most")
     found = [[f[key] for key in settings] for f in report["figures"]]
-    # The committed reports are from before the twin was decoded by our loop.
+    # The committed reports are from before verified decoding, and before the twin was decoded by our loop.
+    of_verified = [figure for figure in found if figure[0].startswith(f"engine: {VERIFIED}")]
+    assert of_verified == [
+        [f"engine: {VERIFIED}: tokens per forward, all forwards counted", 5.0, False],
+        [f"engine: {VERIFIED}: tokens/s over {TWIN} tokens/s, median over problems", None, False],
+        [f"engine: {VERIFIED}: answers as of {TWIN}, %", None, False],
+        [f"engine: {VERIFIED}, float32, batch 16: answers as of {TWIN}, %", 100.0, False],
+    ]
     of_own_loop = [figure for figure in found if figure[0].startswith(f"engine: {OWN_TWIN}")]
     assert of_own_loop == [
         [f"engine: {OWN_TWIN} tokens/s over {TWIN} tokens/s, median over problems", 1.0, False],
@@ -135,10 +144,11 @@ def test_a_report_can_be_compared_with_the_committed_ones(option, tiny_engine, u
         [f"engine: {OWN_TWIN}, float32, batch 16: answers as of {TWIN}, %", 100.0, False],
         *([f"engine: {OWN_TWIN} tokens/s, batch {size}", None, False] for size in (1, 4, 16, 64)),
     ]
-    assert [figure for figure in found if figure not in of_own_loop] == [
+    assert [figure for figure in found if figure not in of_own_loop + of_verified] == [
         [f[key] for key in settings] for f in committed
     ]
-    assert figures[f"engine: {OWN_TWIN}, float32, batch 16: answers as of {TWIN}, %"]["value"] == 100.0
+    for name in (OWN_TWIN, VERIFIED):
+        assert figures[f"engine: {name}, float32, batch 16: answers as of {TWIN}, %"]["value"] == 100.0
     for figure in report["figures"]:
         assert figure["met"] == Figure(*(figure[key] for key in ("name", "value", "target", "at_most"))).met
     assert figures["engine: student, batch 16, float32: rows as when alone, %"]["value"] == 100.0

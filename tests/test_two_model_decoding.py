@@ -1,10 +1,13 @@
 """A block-diffusion model drafts for an autoregressive one: what comes out is the verifier's, whatever is drafted."""
 
+import json
 import random
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from causal_models import FAMILIES, MASK, VOCAB_SIZE, models, prompts, with_its_weights
 from d2f_hf import D2FLlamaForBlockDiffusion
@@ -62,6 +65,22 @@ def test_tokens_are_those_of_the_verifier(case):
         alone = model.generate(row[None], **verified)[0, len(row) :].tolist()
         assert alone == responses[b].tolist()
         assert expected[b, width:].tolist()[: len(alone)] == alone
+
+
+@all_models
+def test_a_drafter_from_a_published_folder_has_classes_of_its_own(name, tmp_path):
+    """The verifier is of this package; both read one kind of cache, also with padding left out."""
+    _, verifier = models()
+    diffusion_model(name).save_pretrained(tmp_path)
+    reference = json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+    model: Any = get_class_from_dynamic_module(reference, str(tmp_path)).from_pretrained(tmp_path).eval()
+    assert type(model).__module__.startswith("transformers_modules")
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    for lengths in ([4], [40, 2, 3, 40, 1]):
+        inputs = prompts(lengths)
+        expected = verifier.generate(**inputs, decoding="autoregressive", **options)
+        found = model.generate(**inputs, decoding="verified", verifier=verifier, draft_length=5, **options)
+        assert found.equal(expected)
 
 
 @torch.no_grad()

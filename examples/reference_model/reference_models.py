@@ -11,6 +11,7 @@ Loading it needs torch and transformers only:
 """
 
 import argparse
+import copy
 import json
 import tempfile
 import warnings
@@ -34,6 +35,7 @@ MAX_NEW_TOKENS = 256
 TEACHER_BLOCK_SIZE = 1
 D2F, TWIN, VANILLA = "D2F", "autoregressive twin", "vanilla"
 OWN_TWIN = "autoregressive twin, our loop"
+VERIFIED, VERIFIED_BLOCK_SIZE = "D2F drafts, twin verifies", 16  # the block size that the student was trained with
 BLOCK_BY_BLOCK = "block by block"
 PREFIX, DUAL = "Fast-dLLM, prefix cache", "Fast-dLLM, dual cache"
 
@@ -89,6 +91,17 @@ class ReferenceModels:
             BLOCK_BY_BLOCK: System(self.student, {**limit, "block_add_threshold": 1.0}),
             D2F: System(self.student, limit),
         }
+
+    def verified(self, max_new_tokens: int = MAX_NEW_TOKENS, dtype: torch.dtype | None = None) -> System:
+        """The twin's own answers, verified decoding with two models: the student drafts; in another `dtype` if given.
+
+        One forward drafts, and the next one verifies.
+        """
+        student, twin = self.student, self.own_twin
+        if dtype is not None:
+            student, twin = copy.deepcopy(student).to(dtype), copy.deepcopy(twin).to(dtype)
+        options = {"decoding": "verified", "verifier": twin, "block_size": VERIFIED_BLOCK_SIZE}
+        return System(student, {**options, "max_new_tokens": max_new_tokens})
 
 
 def load(models: Path, dtype: str) -> ReferenceModels:
