@@ -1,5 +1,6 @@
 """`d2f generate --input --output`: each answer once, whatever happens."""
 
+import functools
 import json
 import re
 import signal
@@ -72,7 +73,9 @@ def test_no_finished_answer_is_lost(with_signal, code, tmp_path):
     command = ["generate", "reference", "--input", str(tmp_path / "in.jsonl"), "--output",
                str(tmp_path / "out.jsonl"), "--batch-size", "2"]  # fmt: skip
     output = tmp_path / "out.jsonl"
-    process = subprocess.Popen([*D2F, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background lets its children ignore SIGINT.
+    heed_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([*D2F, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_sigint)
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
         time.sleep(0.005)
     seen = output.read_bytes()
